@@ -1,0 +1,213 @@
+"""Growing key/value caches whose last rows can be taken back.
+
+One idea in two classes: a buffer with spare rows behind its contents. New rows go into the spare rows in place,
+rows that turn out wrong are dropped by moving the end back, and a block that is only tried writes its rows behind
+the end and never counts. Targets and drafts use the same two classes.
+Knows nothing of models; speaks the cache protocol of mlx-lm, so mlx-lm's models and its save functions take them.
+
+Donation: an append is in place only while nobody else holds the buffer. So these classes keep the one reference,
+hand out views only for the attention that follows, and nobody passes a cache to mx.async_eval.
+"""
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+GRANULE = 64  # rows; capacities are multiples of it
+
+
+def _round_up(rows: int) -> int:
+    return -(-rows // GRANULE) * GRANULE
+
+
+def _grown(buffer: mx.array | None, like: mx.array, kept: slice, capacity: int) -> mx.array:
+    """Return a (B, H, capacity, d) buffer whose first rows are buffer's kept rows; like: (B, H, L, d) new rows."""
+    B, H, _, d = like.shape
+    grown = mx.zeros((B, H, capacity, d), like.dtype)
+    if buffer is not None and kept.stop > kept.start:
+        grown[..., : kept.stop - kept.start, :] = buffer[..., kept, :]
+    return grown
+
+
+class GrowingKVCache(KVCache):
+    """Every row, from position 0: mlx-lm's KVCache with reserved room and geometric growth.
+
+    keys, values: (B, H, capacity, d), of which the first `offset` rows count. A run of n tokens copies O(n) rows
+    in all, where the fixed step of the parent class copies O(n^2 / 256).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._reserved = 0
+
+    @classmethod
+    def adopt(cls, cache: KVCache) -> "GrowingKVCache":
+        """Return a cache that takes over the buffers of mlx-lm's KVCache."""
+        return cls.from_state((cache.keys, cache.values, cache.offset))
+
+    @property
+    def state(self):
+        """The rows that count (keys, values) and their number, as mlx-lm's KVCache stores them."""
+        if self.keys is None:
+            return None, None, 0
+        return *self.keys_and_values(), self.offset
+
+    @state.setter
+    def state(self, state):
+        self.keys, self.values, self.offset = state
+        self._reserved = 0
+
+    def reserve(self, rows: int) -> None:
+        """Make the next growth large enough for this many rows in all."""
+        self._reserved = max(self._reserved, rows)
+
+    def _make_room(self, keys: mx.array, values: mx.array) -> None:
+        needed = self.offset + keys.shape[2]
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        if needed > capacity:
+            rows = _round_up(max(needed, self._reserved, capacity + min(capacity // 4, 4096)))
+            held = slice(0, self.offset)
+            self.keys = _grown(self.keys, keys, held, rows)
+            self.values = _grown(self.values, values, held, rows)
+
+    def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write a block's rows behind the end without counting them.
+
+        keys, values: (B, H, L, d). Returns views of offset + L rows, for the attention of this block only.
+        """
+        self._make_room(keys, values)
+        end = self.offset + keys.shape[2]
+        self.keys[..., self.offset : end, :] = keys
+        self.values[..., self.offset : end, :] = values
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append rows (B, H, L, d); return views of all rows."""
+        fetched = self.write_block(keys, values)
+        self.offset += keys.shape[2]
+        return fetched
+
+    def first_position(self, rows: int) -> int:
+        """Position of the first row that a block of this many rows attends to."""
+        return 0
+
+    def max_trim(self) -> int:
+        """Number of last rows that can be taken back."""
+        return self.offset
+
+
+class WindowedKVCache(RotatingKVCache):
+    """The last rows only, in temporal order: a sliding window that can roll back.
+
+    keys, values: (B, H, capacity, d), of which rows [0, offset - start) count; row j holds position start + j.
+    A query at position p sees positions p - max_size + 1 to p. Up to `slack` of the last rows can be trimmed without
+    losing what the rows before them see: mlx-lm's RotatingKVCache has overwritten those by then.
+    A subclass for the models that ask which cache is a rotating one; it shares no behaviour with its parent.
+    """
+
+    def __init__(self, max_size: int, slack: int = 64):
+        super().__init__(max_size)
+        self.start = 0
+        self.slack = slack
+
+    @classmethod
+    def adopt(cls, cache: RotatingKVCache, slack: int = 64) -> "WindowedKVCache":
+        """Return a cache that takes over the contents of mlx-lm's RotatingKVCache, put into temporal order.
+
+        Raises ValueError for a cache that keeps its first rows for ever (keep > 0).
+        """
+        if cache.keep:
+            raise ValueError(f"a rotating cache with keep = {cache.keep} first rows cannot roll back; expected keep = 0")
+        windowed = cls(cache.max_size, slack)
+        if cache.keys is not None:
+            windowed.keys = cache._temporal_order(cache.keys)
+            windowed.values = cache._temporal_order(cache.values)
+            windowed.offset = cache.offset
+            windowed.start = cache.offset - windowed.keys.shape[2]
+        return windowed
+
+    @property
+    def state(self):
+        """As mlx-lm's RotatingKVCache stores it: keys, values, offset, keep, max_size, index of the next row."""
+        if self.keys is None:
+            return None, None, self.offset, 0, self.max_size, 0
+        rows = self.offset - self.start
+        first = max(0, rows - self.max_size)
+        return self.keys[..., first:rows, :], self.values[..., first:rows, :], self.offset, 0, self.max_size, rows - first
+
+    @state.setter
+    def state(self, state):
+        keys, values, offset, keep, max_size, index = state
+        stock = RotatingKVCache(max_size, keep)
+        stock.keys, stock.values, stock.offset, stock._idx = keys, values, offset, index
+        self.__dict__.update(self.adopt(stock).__dict__)
+
+    def reserve(self, rows: int) -> None:
+        """Nothing to do: the size is bounded."""
+
+    def size(self) -> int:
+        return min(self.offset, self.max_size)
+
+    def first_position(self, rows: int) -> int:
+        """Position of the first row that a block of this many rows, at the end, attends to."""
+        return max(self.start, self.offset - self.max_size + 1)
+
+    def _make_room(self, keys: mx.array, values: mx.array) -> None:
+        rows, new = self.offset - self.start, keys.shape[2]
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        if rows + new <= capacity:
+            return
+        # Keep what can still be seen after the longest allowed roll-back.
+        first = max(self.start, self.offset - self.max_size - self.slack)
+        held = slice(first - self.start, rows)
+        spare = max(self.slack, min(self.max_size, self.offset) // 4)
+        capacity = _round_up(held.stop - held.start + new + spare)
+        self.keys = _grown(self.keys, keys, held, capacity)
+        self.values = _grown(self.values, values, held, capacity)
+        self.start = first
+
+    def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write a block's rows behind the end without counting them.
+
+        keys, values: (B, H, L, d). Returns views that begin at first_position(L), for the attention of this block.
+        """
+        self._make_room(keys, values)
+        rows = self.offset - self.start
+        end = rows + keys.shape[2]
+        self.keys[..., rows:end, :] = keys
+        self.values[..., rows:end, :] = values
+        first = self.first_position(keys.shape[2]) - self.start
+        return self.keys[..., first:end, :], self.values[..., first:end, :]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append rows (B, H, L, d); return views of the rows that they attend to."""
+        fetched = self.write_block(keys, values)
+        self.offset += keys.shape[2]
+        return fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        first, rows = self.first_position(1) - self.start, self.offset - self.start
+        return self.keys[..., first:rows, :], self.values[..., first:rows, :]
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
+        """Return the attention mask of the next N rows over what update_and_fetch will return for them."""
+        window = window_size or self.max_size
+        before = self.offset - self.first_position(N)
+        if before + N <= window:
+            if N == 1:
+                return None
+            return create_causal_mask(N, before) if return_array else "causal"
+        return create_causal_mask(N, before, window_size=window)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def max_trim(self) -> int:
+        """Number of last rows that can be taken back without losing what the rest sees."""
+        return self.offset if self.start == 0 else self.offset - self.start - self.max_size
+
+    def trim(self, n: int) -> int:
+        """Take back the last n rows, or as many as can be; return their number."""
+        n = min(n, self.max_trim())
+        self.offset -= n
+        return n

@@ -1,0 +1,153 @@
+"""The dice of one sequence: the caller's sampler and logits processors, and the random keys that go with them.
+
+The target always decides. Row i of a block is rolled with the key that plain generation would use for that position,
+so the text is the one plain generation gives with the same seed. The draft guesses with the same sampler and the
+same keys, so that both often fall on the same token even at a high temperature.
+Knows logits and random keys of one sequence; knows nothing of models or caches.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler, make_sampler
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+# The draft is less sure of itself than the target: its logits are multiplied by this before they meet the dice.
+SHARPNESS = 1.5
+
+
+@dataclass(frozen=True)
+class Roll:
+    """The target's own tokens for the rows of a block, and their log-probabilities.
+
+    tokens: one a row, up to and including the first that differs from its draft. logprobs: (V,) each, float.
+    """
+
+    tokens: list[int]
+    logprobs: list[mx.array]
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """logits: (1, V). The expression of mlx-lm, so that ties fall the same way."""
+    return logits - mx.logsumexp(logits, keepdims=True)
+
+
+class Dice:
+    """Rolls the target's tokens and guesses the draft's.
+
+    sampler: (1, V) log-probabilities to (1,) tokens; None is greedy. logits_processors: f(tokens, logits), each
+    given exactly the prompt and the tokens before the row. Both are called row by row, in order, and never for a row
+    behind a refused draft, so that those with a memory stay right.
+    """
+
+    def __init__(self, sampler: Sampler | None = None, logits_processors: Sequence[LogitsProcessor] | None = None):
+        self.sampler = sampler or greedy_sampler
+        self.processors = list(logits_processors or [])
+        self._is_greedy = self.sampler is greedy_sampler
+        # mlx-lm's samplers have no memory, so they may be called for the draft's rows too.
+        self._is_pure = getattr(self.sampler, "__module__", None) == make_sampler.__module__
+        self._history: mx.array | None = None
+        self._states: list[tuple[int, int]] = []  # random state before the latest roll, and after each of its rows
+        self._draws = 0  # random draws that one call of the sampler makes
+
+    # The random stream: ours while we sample, the caller's otherwise.
+
+    def begin(self, prompt: mx.array) -> None:
+        """Take over the random stream as plain generation would find it. prompt: (P,) ids, for the processors."""
+        self._history = prompt if self.processors else None
+        self._states = [_state()]
+        # Whoever draws meanwhile, another sequence too, gets a stream of its own.
+        high, low = self._states[0]
+        _set_state((high ^ 0x9E3779B9, low))
+
+    def end(self, num_emitted: int) -> None:
+        """Leave the caller's stream where plain generation leaves it.
+
+        num_emitted: rows of the latest roll that became text. Plain generation has by then rolled one token more.
+        """
+        if not self._states:
+            return
+        state = self._states[num_emitted] if num_emitted < len(self._states) else self._states[-1]
+        _set_state(state)
+        for _ in range(self._draws):
+            mx.random.uniform()
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        caller = _state()
+        _set_state(self._states[-1])
+        try:
+            yield
+        finally:
+            _set_state(caller)
+
+    def roll(self, logits: mx.array, drafts: mx.array) -> Roll:
+        """Roll the target's token for each row of a block, up to the first that refuses its draft.
+
+        logits: (γ + 1, V), the target's. drafts: (γ,) ids.
+        """
+        if self._is_greedy and not self.processors:
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            tokens = mx.argmax(logprobs, axis=-1)
+            mx.eval(tokens, drafts)
+            return Roll(tokens.tolist(), list(logprobs))
+        drafted = drafts.tolist()
+        roll = Roll([], [])
+        states = self._states[-1:]
+        with self._stream():
+            for i in range(len(drafted) + 1):
+                token, logprobs = self._roll_row(logits[i : i + 1])
+                roll.tokens.append(token)
+                roll.logprobs.append(logprobs)
+                states.append(_state())
+                if i < len(drafted) and token != drafted[i]:
+                    break
+            self._draws = self._draws or _count_draws(states[0], states[1])
+        self._states = states
+        return roll
+
+    def _roll_row(self, logits: mx.array) -> tuple[int, mx.array]:
+        for processor in self.processors:
+            logits = processor(self._history, logits)
+        logprobs = log_softmax(logits)
+        sampled = self.sampler(logprobs)
+        if self.processors:
+            self._history = mx.concatenate([self._history, sampled.reshape(1)])
+        return sampled.item(), logprobs.squeeze(0)
+
+    def guess(self, logits: mx.array) -> mx.array:
+        """Take draft tokens (γ,) uint32 from the draft's logits (γ, V) as the dice will fall for the target."""
+        if self._is_greedy or not (self._is_pure or self._draws):
+            return mx.argmax(logits, axis=-1).astype(mx.uint32)
+        sampler = self.sampler if self._is_pure else mx.random.categorical
+        tokens = []
+        with self._stream():
+            for row in mx.split(logits * SHARPNESS, len(logits)):
+                tokens.append(sampler(log_softmax(row)).astype(mx.uint32))
+        return mx.concatenate(tokens)
+
+
+def _state() -> tuple[int, int]:
+    """The random state of this thread."""
+    high, low = mx.random.state[0].tolist()
+    return high, low
+
+
+def _set_state(state: tuple[int, int]) -> None:
+    mx.random.seed((state[0] << 32) | state[1])
+
+
+def _count_draws(before: tuple[int, int], after: tuple[int, int]) -> int:
+    """Number of random draws that lead from one state to the other; 0 if a few do not."""
+    _set_state(before)
+    for draws in range(1, 9):
+        if before == after:
+            break
+        mx.random.uniform()
+        if _state() == after:
+            return draws
+    return 0

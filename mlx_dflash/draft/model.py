@@ -1,0 +1,194 @@
+"""The DFlash draft network (version 1) in MLX modules, with the tensor names of z-lab's checkpoints.
+
+It reads no text. Each layer attends from a block [anchor, mask, mask, ...] to context K/V, which are projected from
+the target's hidden states with the layer's own k_proj and v_proj, and to the block itself.
+Knows its configuration and its context caches; knows nothing of targets, sampling or rounds.
+Source: DFlash, block diffusion for flash speculative decoding (z-lab), and the layout of its public checkpoints.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.rope_utils import initialize_rope
+
+from ..cache import GrowingKVCache, WindowedKVCache
+from .config import SLIDING, DraftConfig
+
+ContextCache = GrowingKVCache | WindowedKVCache
+
+
+class Attention(nn.Module):
+    """Attention of one draft layer: block queries over context K/V and block K/V."""
+
+    def __init__(self, config: DraftConfig, layer: int):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
+        self.is_causal = config.is_causal[layer]
+        H, d, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(H, self.num_heads * d, bias=bias)
+        self.k_proj = nn.Linear(H, self.num_kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(H, self.num_kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * d, H, bias=bias)
+        self.q_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
+        """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V go behind the context, uncommitted."""
+        L = x.shape[1]
+        queries, keys, values = (
+            projection(x).reshape(1, L, heads, self.head_dim)
+            for projection, heads in (
+                (self.q_proj, self.num_heads),
+                (self.k_proj, self.num_kv_heads),
+                (self.v_proj, self.num_kv_heads),
+            )
+        )
+        queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, A, L, d)
+        keys = rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, K, L, d)
+        mask = block_mask(L, cache.offset, cache.first_position(L), self.window, self.is_causal)
+        keys, values = cache.write_block(keys, values.transpose(0, 2, 1, 3))  # (1, K, rows + L, d)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, L, -1))
+
+
+def block_mask(L: int, offset: int, first: int, window: int | None, is_causal: bool) -> mx.array | str | None:
+    """Return who sees whom: block rows at positions offset..offset+L-1 over keys at positions first..offset+L-1.
+
+    A context key j is visible to a query at p while p - j < window. Block keys are visible to every block row, or,
+    if is_causal, to the rows from theirs on. Returns None if all is visible, "causal", or (L, keys) bool.
+    """
+    reaches_all = window is None or offset + L - 1 - first < window
+    if reaches_all:
+        return "causal" if is_causal else None
+    query = mx.arange(offset, offset + L)[:, None]
+    key = mx.arange(first, offset + L)[None]
+    if is_causal:
+        return (query - key < window) & (key <= query)
+    return (query - key < window) | (key >= offset)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DraftConfig, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftModel(nn.Module):
+    """A DFlash 1 draft: fc and hidden_norm make context rows out of target features, layers turn a block into hidden rows.
+
+    mask_embedding: (H,) row that fills the mask slots in place of the target's embedding of the mask token; None
+    where the checkpoint has none.
+    """
+
+    def __init__(self, config: DraftConfig, has_mask_embedding: bool = False):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [DraftLayer(config, i) for i in range(config.num_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if has_mask_embedding:
+            self.mask_embedding = mx.zeros((config.hidden_size,))
+        self._rope = initialize_rope(
+            config.head_dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings
+        )
+        self._fused_kv = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Element type of the activations."""
+        return self.norm.weight.dtype
+
+    def make_cache(self) -> list[ContextCache]:
+        """Return empty context caches, one a layer."""
+        return [
+            GrowingKVCache() if kind != SLIDING else WindowedKVCache(self.config.sliding_window, slack=2 * self.config.block_size)
+            for kind in self.config.layer_types
+        ]
+
+    def fuse_context_projection(self) -> None:
+        """Let one matrix product project the context K/V of all layers.
+
+        The layers' k_proj and v_proj become views of the fused matrix, so no weight is held twice. Does nothing where
+        the projections differ in kind. Call it once the weights are final.
+        """
+        attention = [layer.self_attn for layer in self.layers]
+        self._fused_kv = _fuse([p for a in attention for p in (a.k_proj, a.v_proj)])
+
+    def project_context(self, features: mx.array, caches: list[ContextCache]) -> None:
+        """Append the context K/V of committed tokens to all layers' caches.
+
+        features: (1, S, T * D), the tap layers' outputs, concatenated in the order of target_layer_ids.
+        Raises ValueError if their width is not the one the draft was trained on.
+        """
+        wanted = len(self.config.target_layer_ids) * self.config.target_hidden_size
+        if features.shape[-1] != wanted:
+            raise ValueError(
+                f"the draft expects context features of width {wanted} "
+                f"({len(self.config.target_layer_ids)} tap layers x {self.config.target_hidden_size}), "
+                f"got {features.shape[-1]}; was it trained for another target?"
+            )
+        h = self.hidden_norm(self.fc(features.astype(self.dtype)))  # (1, S, H)
+        keys, values = self._context_kv(h)
+        keys = self._rope(keys, offset=caches[0].offset)
+        for i, cache in enumerate(caches):
+            cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+
+    def _context_kv(self, h: mx.array) -> tuple[mx.array, mx.array]:
+        """Project h (1, S, H) to normed keys and values (N, K, S, d) of all N layers, before RoPE."""
+        N, K, d, S = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, h.shape[1]
+        if self._fused_kv is not None:
+            kv = self._fused_kv(h)
+        else:
+            kv = mx.concatenate([p(h) for a in (layer.self_attn for layer in self.layers) for p in (a.k_proj, a.v_proj)], axis=-1)
+        kv = kv.reshape(S, N, 2, K, d).transpose(2, 1, 3, 0, 4)  # (2, N, K, S, d)
+        weights = mx.stack([layer.self_attn.k_norm.weight for layer in self.layers]).reshape(N, 1, 1, d)
+        return mx.fast.rms_norm(kv[0], None, self.config.rms_norm_eps) * weights, kv[1]
+
+    def __call__(self, block: mx.array, caches: list[ContextCache]) -> mx.array:
+        """block: (1, L, H) embeddings of [anchor, mask, ...]. Returns (1, L, H), hidden rows after the final norm."""
+        x = block.astype(self.dtype)
+        for layer, cache in zip(self.layers, caches):
+            x = layer(x, self._rope, cache)
+        return self.norm(x)
+
+
+def _fuse(projections: list[nn.Module]) -> nn.Module | None:
+    """Return one projection whose output is the concatenation of theirs, sharing its weights with them; or None."""
+    kinds = {(type(p), p.weight.dtype, getattr(p, "bits", None), getattr(p, "group_size", None), getattr(p, "mode", None), frozenset(p)) for p in projections}
+    if len(kinds) > 1:
+        return None
+    fused = type(projections[0]).__new__(type(projections[0]))
+    fused.__dict__.update(projections[0].__dict__)
+    for name, value in projections[0].items():
+        if not isinstance(value, mx.array):
+            fused[name] = value
+            continue
+        fused[name] = mx.concatenate([p[name] for p in projections])
+        mx.eval(fused[name])
+        start = 0
+        for p in projections:
+            rows = p[name].shape[0]
+            p[name] = fused[name][start : start + rows]
+            start += rows
+    return fused

@@ -1,0 +1,183 @@
+"""One sequence: the prefill, and THE ROUND.
+
+    draft -> verify -> accept -> commit
+
+Between rounds, the target's caches and the draft's context caches cover exactly the prompt and every emitted token
+but the last, the anchor. Knows tokens; knows nothing of text, of model families or of how a cache rolls back.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from .accept import Verdict, accept
+from .dice import Dice
+from .stats import RoundClock, Stats
+from .target import Target
+
+_CLEAR_EVERY = 256  # tokens, as mlx-lm does
+
+
+class Proposer(Protocol):
+    """What the round needs of a drafter."""
+
+    num_drafts: int  # most drafts of a proposal
+
+    @property
+    def context_length(self) -> int: ...
+
+    def extend_context(self, features: mx.array) -> None: ...
+
+    def can_rewind(self, length: int) -> bool: ...
+
+    def rewind(self, length: int) -> None: ...
+
+    def propose(self, anchor: int, num_drafts: int) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class Emission:
+    """One token of the text. logprobs: (V,), of the target. finish_reason: None, "stop" or "length"."""
+
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Round:
+    """A finished round: block [anchor, drafts], the verdict on it, and the log-probabilities (V,) of its tokens."""
+
+    anchor: int
+    drafts: list[int]
+    verdict: Verdict
+    logprobs: list[mx.array]
+
+
+class Session:
+    """Prefill and rounds of one sequence.
+
+    stop_tokens: ids that end the text. max_tokens: most tokens to emit, -1 without limit. settles: whether the
+    caches shall cover every emitted token at the end, which costs one target pass; for caches that live on.
+    stream: where the work is enqueued.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Proposer,
+        dice: Dice,
+        *,
+        stop_tokens: Collection[int] = (),
+        max_tokens: int = -1,
+        settles: bool = True,
+        stream: mx.Stream | mx.ThreadLocalStream | None = None,
+    ):
+        self.target, self.drafter, self.dice = target, drafter, dice
+        self.stop_tokens = stop_tokens
+        self.max_tokens = max_tokens if max_tokens >= 0 else float("inf")
+        self.settles = settles
+        self.stream = stream or mx.default_stream(mx.default_device())
+        self.stats = Stats()
+
+    def emit(self, prompt: mx.array, **prefill) -> Iterator[Emission]:
+        """Emit the target's tokens after prompt (P,), one by one. prefill: see rounds.
+
+        However the iteration ends, the caches then cover the prompt and exactly the emitted tokens (see settles).
+        """
+        num_emitted, latest, taken = 0, None, 0
+        try:
+            for latest in self.rounds(prompt, **prefill):
+                verdict, taken = latest.verdict, 0
+                for i, token in enumerate(verdict.tokens):
+                    taken += 1
+                    is_last = i == verdict.num_accepted
+                    yield Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
+                num_emitted += taken
+                if num_emitted // _CLEAR_EVERY > (num_emitted - taken) // _CLEAR_EVERY:
+                    mx.clear_cache()
+        finally:
+            with mx.stream(self.stream):
+                self._leave(latest, taken)
+
+    def rounds(
+        self,
+        prompt: mx.array,
+        step_size: int = 2048,
+        progress: Callable[[int, int], None] = lambda processed, total: None,
+    ) -> Iterator[Round]:
+        """Run the prefill of prompt (P,) and then round after round until the text ends.
+
+        The first round is the pass of the prompt's last token, which drafts nothing. progress gets the number of
+        prompt tokens processed so far and their total. If the prefill fails, the caches cover what they did before,
+        or, where they cannot go back so far, what was read.
+        """
+        self._anchor = int(prompt[-1].item())
+        with mx.stream(self.stream):
+            self.dice.begin(prompt)
+            self._prefill(prompt[:-1], step_size, lambda done: progress(done, prompt.size))
+            clock = RoundClock(self.stats)
+            latest = self._round(clock, 0, self.max_tokens)
+            clock.first()
+        progress(prompt.size, prompt.size)
+        num_tokens = 1
+        yield latest
+        while latest.verdict.finish_reason is None:
+            limit = self.max_tokens - num_tokens
+            with mx.stream(self.stream):
+                clock = RoundClock(self.stats)
+                latest = self._round(clock, min(limit - 1, self.drafter.num_drafts), limit)
+                clock.done(len(latest.drafts), latest.verdict.num_accepted)
+            num_tokens += len(latest.verdict.tokens)
+            yield latest
+
+    def _prefill(self, tokens: mx.array, step_size: int, progress: Callable[[int], None]) -> None:
+        started, before = time.perf_counter(), self.target.length
+        progress(0)
+        try:
+            self.target.prefill(tokens, self.drafter.extend_context, step_size, progress)
+        except BaseException:
+            self._anchor = None
+            can_restart = self.target.can_rewind(before) and self.drafter.can_rewind(before)
+            length = before if can_restart else min(self.target.length, self.drafter.context_length)
+            self.target.rewind(length)
+            self.drafter.rewind(length)
+            raise
+        self.stats.prefill_seconds = time.perf_counter() - started
+
+    def _round(self, clock: RoundClock, num_drafts: int, limit: float) -> Round:
+        """One round with at most num_drafts drafts, which adds at most limit tokens to the text."""
+        anchor = self._anchor
+        drafts = self.drafter.propose(anchor, num_drafts)
+        clock.drafted(drafts)
+        scores = self.target.verify(anchor, drafts)
+        clock.verifying()
+        try:
+            rolled = self.dice.roll(scores.logits, drafts)
+            clock.rolled()
+            proposal = drafts.tolist()
+            verdict = accept(proposal, rolled.tokens).cut(self.stop_tokens, limit)
+        except BaseException:
+            self.target.commit(0)
+            raise
+        self.target.commit(verdict.num_accepted + 1)
+        self.drafter.extend_context(scores.features[:, : verdict.num_accepted + 1])
+        self._anchor = verdict.next_token
+        return Round(anchor, proposal, verdict, rolled.logprobs)
+
+    def _leave(self, latest: Round | None, taken: int) -> None:
+        """Let the caches cover the prompt and the emitted tokens, of which the latest round gave the first `taken`."""
+        self.dice.end(taken)
+        if latest is not None and taken < len(latest.verdict.tokens):
+            self.target.commit(1 + taken)
+            self.drafter.rewind(self.target.length)
+        elif self.settles and self._anchor is not None:
+            scores = self.target.verify(self._anchor, mx.zeros((0,), mx.uint32))
+            self.target.commit(1)
+            self.drafter.extend_context(scores.features)
+            self.drafter.propose(self._anchor, 0)
+            mx.eval([cache.state for cache in self.target.caches])
