@@ -44,6 +44,11 @@ class Drafter:
         """Number of committed tokens whose K/V the context caches cover."""
         return self.caches[0].offset
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for a context of this many tokens at the next growth."""
+        for cache in self.caches:
+            cache.reserve(tokens)
+
     def extend_context(self, features: mx.array) -> None:
         """Append committed tokens. features: (1, S, T * D), the target's tap outputs for them."""
         self.draft.project_context(features, self.caches)

@@ -1,0 +1,253 @@
+"""The API of mlx-lm with a DFlash draft: text in, responses out.
+
+Without a draft it is mlx-lm's own path. Knows text and tokenizers; the tokens come from session.py.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import GenerationResponse as _MlxLmResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .dice import Dice, LogitsProcessor, Sampler
+from .draft.drafter import Drafter
+from .draft.model import DraftModel
+from .loading import check_pair
+from .prompt_cache import make_prompt_cache, split_prompt_cache
+from .session import Session
+from .stats import Stats
+from .target import Target
+
+_RESERVED_TOKENS = 1024  # room made at once for tokens to come; beyond it the caches grow geometrically
+
+
+@dataclass
+class GenerationResponse(_MlxLmResponse):
+    """mlx-lm's response, one a token. stats: statistics of the rounds so far, None without a draft."""
+
+    stats: Stats | None = None
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    draft_model: DraftModel | None = None,
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+    *,
+    block_size: int | None = None,
+    num_draft_tokens: int | None = None,
+    stop_strings: str | Iterable[str] = (),
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    **mlx_lm_options,
+) -> Iterator[GenerationResponse]:
+    """Yield one response a token, as mlx_lm.stream_generate does; with a draft, several times sooner.
+
+    The tokens are those of mlx_lm.stream_generate with the same arguments and the same seed.
+    draft_model: a DFlash draft from load_draft; None is mlx-lm's own path. block_size: anchor and drafts of a round,
+    at most the draft's own; num_draft_tokens, mlx-lm's name, is one less. stop_strings: the text ends before the
+    first of them. prompt_cache: continued, and left covering the prompt and every yielded token.
+    mlx_lm_options: max_kv_size, kv_bits, kv_group_size, quantized_kv_start, input_embeddings; without a draft only.
+    Raises ValueError for arguments that make no sense, TypeError for unknown ones, before anything is computed.
+    """
+    stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop_strings must be non-empty strings, got {stops}")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    _check_options(mlx_lm_options, draft_model)
+    tokens = encode(tokenizer, prompt)
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
+    common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
+    if draft_model is None:
+        if block_size is not None or num_draft_tokens is not None:
+            raise ValueError("block_size and num_draft_tokens need a draft_model")
+        plain = mlx_lm.stream_generate(
+            model, tokenizer, tokens, max_tokens, stream=stream, prefill_step_size=prefill_step_size,
+            prompt_progress_callback=prompt_progress_callback, **common, **mlx_lm_options,
+        )  # fmt: skip
+        return _stop_at(plain, stops)
+    if block_size is not None and num_draft_tokens is not None:
+        raise ValueError("give block_size or num_draft_tokens, not both")
+    if num_draft_tokens is not None:
+        block_size = num_draft_tokens + 1
+    session = open_session(
+        model, draft_model, tokens, max_tokens, block_size=block_size,
+        stop_tokens=tokenizer.eos_token_ids, stream=stream, **common,
+    )  # fmt: skip
+    progress = prompt_progress_callback or (lambda processed, total: None)
+    emissions = session.emit(tokens, step_size=prefill_step_size, progress=progress)
+    return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int], verbose: bool = False, **kwargs) -> str:
+    """Return the whole text, as mlx_lm.generate does. kwargs: see stream_generate. verbose: print text and speed."""
+    text, response = "", None
+    if verbose:
+        print("=" * 10)
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose:
+        print("\n" + "=" * 10)
+        print(report(response))
+    return text
+
+
+def report(response: GenerationResponse) -> str:
+    """What a run did, in a few lines, from its last response."""
+    lines = [
+        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.1f} tokens-per-sec",
+        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.1f} tokens-per-sec",
+        f"Peak memory: {response.peak_memory:.3f} GB",
+    ]
+    stats = getattr(response, "stats", None)
+    if stats is not None and stats.num_rounds:
+        counts = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accepted))
+        times = " ".join(
+            f"{name} {1e3 * seconds / stats.num_rounds:.2f}"
+            for name, seconds in (("draft", stats.draft_seconds), ("verify", stats.verify_seconds), ("host", stats.host_seconds))
+        )
+        lines += [
+            f"Rounds: {stats.num_rounds}, acceptance length {stats.acceptance_length:.2f} tokens, "
+            f"{100 * stats.acceptance_rate:.0f}% of drafts kept",
+            f"Rounds by kept drafts: {counts}",
+            f"Milliseconds a round: {times}",
+        ]
+    return "\n".join(lines)
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
+    """Return the prompt's ids (P,) as mlx-lm would: a string gets special tokens unless it begins with the BOS text.
+
+    Raises ValueError for an empty prompt or one that is not a single sequence.
+    """
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    tokens = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise ValueError(f"the prompt must be one sequence of at least one token, got shape {tokens.shape}")
+    return tokens
+
+
+def open_session(
+    model: nn.Module,
+    draft: DraftModel,
+    prompt: mx.array,
+    max_tokens: int = -1,
+    *,
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    block_size: int | None = None,
+    stop_tokens: Iterable[int] = (),
+    stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
+) -> Session:
+    """Put a target, its draft and the dice together for one prompt (P,). Arguments as in stream_generate.
+
+    Raises ValueError, before any generation, if draft and target do not belong together.
+    """
+    structure = check_pair(model, draft)
+    low, high = mx.min(prompt).item(), mx.max(prompt).item()
+    if low < 0 or high >= structure.vocab_size:
+        raise ValueError(f"the prompt has ids from {low} to {high}; the target's vocabulary has {structure.vocab_size} tokens")
+    caches = make_prompt_cache(model, draft) if prompt_cache is None else prompt_cache
+    targets, contexts = split_prompt_cache(caches, model, draft)
+    dice = Dice(sampler, logits_processors)
+    drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, block_size)
+    target = Target(model, draft.config.target_layer_ids, targets, block_size=drafter.num_drafts + 1)
+    caches[: len(targets)] = target.caches
+    expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
+    target.reserve(target.length + prompt.size + expected + draft.config.block_size)
+    drafter.reserve(target.length + prompt.size + expected + draft.config.block_size)
+    return Session(
+        target, drafter, dice, stop_tokens=frozenset(stop_tokens), max_tokens=max_tokens,
+        settles=prompt_cache is not None, stream=stream,
+    )  # fmt: skip
+
+
+def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> None:
+    """Refuse unknown options, and with a draft those that it does not support yet."""
+    known = {"max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "input_embeddings"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(f"stream_generate() got unexpected keyword arguments: {', '.join(unknown)}")
+    if draft_model is None:
+        return
+    if not isinstance(draft_model, DraftModel):
+        raise TypeError(f"draft_model must be a DFlash draft from load_draft, got {type(draft_model).__name__}")
+    set_options = [name for name in ("max_kv_size", "kv_bits", "input_embeddings") if options.get(name) is not None]
+    if set_options:
+        raise ValueError(f"{', '.join(set_options)} is not supported together with a draft")
+
+
+def _respond(
+    model: nn.Module, tokenizer: TokenizerWrapper, session: Session, emissions: Iterator, prompt_tokens: int
+) -> Iterator[GenerationResponse]:
+    """Turn emissions into mlx-lm's responses: text as it becomes whole, none for the token that ends the text."""
+    detokenizer = tokenizer.detokenizer
+    started = time.perf_counter()
+    with wired_limit(model, [session.stream]):
+        try:
+            for n, emission in enumerate(emissions, 1):
+                if n == 1:
+                    prompt_tps = prompt_tokens / (time.perf_counter() - started)
+                    started = time.perf_counter()
+                if emission.finish_reason != "stop":
+                    detokenizer.add_token(emission.token)
+                if emission.finish_reason is not None:
+                    detokenizer.finalize()
+                yield GenerationResponse(
+                    text=detokenizer.last_segment,
+                    token=emission.token,
+                    logprobs=emission.logprobs,
+                    from_draft=emission.from_draft,
+                    prompt_tokens=prompt_tokens,
+                    prompt_tps=prompt_tps,
+                    generation_tokens=n,
+                    generation_tps=n / (time.perf_counter() - started),
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=emission.finish_reason,
+                    stats=session.stats,
+                )
+        finally:
+            # Not left to the garbage collector: the caches must be settled when the caller goes on.
+            emissions.close()
+
+
+def _stop_at(responses: Iterator[GenerationResponse], stop_strings: list[str]) -> Iterator[GenerationResponse]:
+    """End the text before the first stop string; hold back text that may be the beginning of one."""
+    held = ""
+    try:
+        for response in responses:
+            text = held + response.text
+            found = [i for i in (text.find(s) for s in stop_strings) if i >= 0]
+            if found:
+                yield replace(response, text=text[: min(found)], finish_reason="stop")
+                return
+            held = "" if response.finish_reason else _possible_beginning(text, stop_strings)
+            yield replace(response, text=text[: len(text) - len(held)])
+    finally:
+        responses.close()
+
+
+def _possible_beginning(text: str, stop_strings: list[str]) -> str:
+    """The longest end of text that is the beginning of a stop string."""
+    ends = (text[-n:] for s in stop_strings for n in range(min(len(s) - 1, len(text)), 0, -1) if s.startswith(text[-n:]))
+    return max(ends, key=len, default="")
