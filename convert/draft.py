@@ -1,7 +1,7 @@
 """Hugging Face DFlash draft folder -> MLX folder, quantized on request.
 
-Tensors keep their names (z-lab's). Knows which files hold them and how MLX names quantized matrices; what a draft must
-consist of is the draft model's knowledge, asked once at the end.
+Tensors keep their names (z-lab's). Knows which files hold them, which a draft must have, and how MLX names quantized
+matrices; runs no model.
 """
 
 import json
@@ -13,6 +13,13 @@ from tqdm import tqdm
 
 from .output import cast, new_folder, refuse_existing, write_config, write_weights
 
+TOP_TENSORS = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+LAYER_TENSORS = {
+    *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *(f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")),
+    *("input_layernorm.weight", "post_attention_layernorm.weight"),
+}
+BIASES = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
 INDEX = "model.safetensors.index.json"
 
 
@@ -42,9 +49,12 @@ def convert_draft(
     config = read_config(source)
     if not is_draft_config(config):
         raise ValueError(f"{source} is not a DFlash draft: its config.json has no dflash_config")
-    if "quantization" in config and quantization:
+    if "quantization" in config or "quantization_config" in config:
         raise ValueError(f"{source} is quantized already; convert the unquantized draft")
     weights = read_weights(source)
+    if quantization and not any(_can_pack(w, quantization) for w in weights.values()):
+        raise ValueError(f"no matrix of {source} has rows that divide into groups of {quantization.group_size}")
+    check_complete(weights, config)
     with new_folder(mlx_path) as folder:
         converted = {}
         for name, weight in tqdm(weights.items(), desc="Convert", disable=None if progress is None else not progress):
@@ -93,9 +103,26 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
+def check_complete(weights: dict[str, mx.array], config: dict) -> None:
+    """Raise ValueError unless the names are those of a DFlash 1 draft with num_hidden_layers layers."""
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        raise ValueError(f"config.json must give num_hidden_layers as a whole number, got {num_layers!r}")
+    layer = LAYER_TENSORS | (BIASES if config.get("attention_bias") else set())
+    expected = TOP_TENSORS | {f"layers.{i}.{name}" for i in range(num_layers) for name in layer}
+    if missing := sorted(expected - weights.keys()):
+        raise ValueError(f"the draft lacks {len(missing)} of {len(expected)} tensors, the first {missing[0]}")
+    if unknown := sorted(weights.keys() - expected):
+        raise ValueError(f"{unknown[0]} belongs to no DFlash 1 draft; this kind of draft cannot be converted")
+
+
+def _can_pack(weight: mx.array, quantization: Quantization) -> bool:
+    return weight.ndim == 2 and weight.shape[1] % quantization.group_size == 0
+
+
 def _packed(name: str, weight: mx.array, quantization: Quantization | None) -> dict[str, mx.array]:
     """X.weight as X.weight, X.scales, X.biases when it is a matrix that can be quantized, else as it is."""
-    if not quantization or weight.ndim != 2 or weight.shape[1] % quantization.group_size:
+    if not quantization or not _can_pack(weight, quantization):
         return {name: weight}
     packed, scales, biases = mx.quantize(weight, quantization.group_size, quantization.bits)
     module = name.removesuffix(".weight")
