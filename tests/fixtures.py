@@ -59,7 +59,6 @@ _TARGETS = {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
         },
     },
     # Sliding, full, sliding, full.
@@ -222,6 +221,15 @@ def draft_shapes(config):
         shapes |= {f"{mlp}gate_proj.weight": (wide, hidden), f"{mlp}up_proj.weight": (wide, hidden)}
         shapes[f"{mlp}down_proj.weight"] = (hidden, wide)
     return shapes
+
+
+def draft_inputs(config, num_context, seed=2):
+    """Seeded float32 features (P, T*D), embedding table (V, D) and head (V, D) for a draft of this config."""
+    rng = np.random.RandomState(seed)
+    table_shape = config["vocab_size"], config["hidden_size"]
+    embed, head = rng.standard_normal(table_shape), 0.3 * rng.standard_normal(table_shape)
+    features = rng.standard_normal((num_context, draft_shapes(config)["fc.weight"][1]))
+    return tuple(array.astype(np.float32) for array in (features, embed, head))
 
 
 class OracleDrafter:
