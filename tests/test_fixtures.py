@@ -147,7 +147,7 @@ def test_config_changes_replace_and_remove_keys():
 @pytest.mark.parametrize("accepts", [None, 0, 3, [0, 5, 2, 4, 1, 3]])
 def test_oracle_forces_the_accept_counts(accepts):
     continuation = np.random.RandomState(0).randint(0, 97, 80).tolist()
-    oracle = OracleDrafter(continuation, prompt_length=4, accepts=accepts)
+    oracle = OracleDrafter([1, 2, 3, 4], continuation, accepts)
     wanted = [5] if accepts is None else np.atleast_1d(accepts).tolist()
     oracle.extend_context(mx.zeros((1, 4, 2)))
     at, counts = 0, []
@@ -160,14 +160,15 @@ def test_oracle_forces_the_accept_counts(accepts):
         oracle.extend_context(mx.zeros((1, counts[-1] + 1, 2)))
     assert counts == [wanted[i % len(wanted)] for i in range(len(counts))]
     assert oracle.context_length == 4 + at
+    assert len(oracle.proposals) == len(counts)
 
 
 def test_oracle_refuses_an_anchor_that_its_context_does_not_fit():
-    oracle = OracleDrafter([7, 8, 9], prompt_length=2)
+    oracle = OracleDrafter([1, 2], [7, 8, 9])
     oracle.extend_context(mx.zeros((1, 3, 2)))
-    with pytest.raises(AssertionError, match="anchor 7 behind 3 context rows"):
+    with pytest.raises(AssertionError, match="anchor 7 behind 3 context rows, but the text has 8"):
         oracle.propose(7)
-    oracle.trim_context(1)
+    oracle.rewind(2)
     assert oracle.propose(7, num_drafts=2).tolist() == [8, 9]
 
 
@@ -181,7 +182,17 @@ def test_oracle_lets_a_real_drafter_see_everything():
         def propose(self, anchor, num_drafts):
             calls.append(("propose", anchor, num_drafts))
 
-    oracle = OracleDrafter([7, 8, 9], prompt_length=2, inner=Recorder())
-    oracle.extend_context(mx.zeros((1, 2, 2)))
-    oracle.propose(mx.array([7]), 2)
-    assert calls == [("extend", 2), ("propose", 7, 2)]
+        def can_rewind(self, length):
+            return length > 0
+
+        def rewind(self, length):
+            calls.append(("rewind", length))
+
+    oracle = OracleDrafter([1, 2], [7, 8, 9], inner=Recorder())
+    oracle.extend_context(mx.zeros((1, 1, 2)))
+    assert oracle.propose(2, 0).tolist() == []
+    oracle.extend_context(mx.zeros((1, 1, 2)))
+    assert oracle.propose(mx.array([7]), 2).tolist() == [8, 9]
+    assert oracle.can_rewind(1) and not oracle.can_rewind(0)
+    oracle.rewind(1)
+    assert calls == [("extend", 1), ("propose", 2, 0), ("extend", 1), ("propose", 7, 2), ("rewind", 1)]

@@ -68,6 +68,11 @@ ROPES = {
         [1.0, 0.02222849, 0.003952847, 0.0007029267],
         1.094179988101349,
     ),
+    "yarn with mscale alone, which counts for nothing": (
+        {"rope_parameters": {**YARN, "rope_theta": 1000.0, "mscale": 0.7}, "head_dim": 8},
+        [1.0, 0.1111425, 0.007905695, 0.001405853],
+        1.138629436111989,
+    ),
     "yarn with attention_factor, without original length": (
         {
             "rope_scaling": {"type": "yarn", "factor": 16.0, "attention_factor": 1.25},
