@@ -194,10 +194,14 @@ def _context_visible(config, layer, positions, context_positions):
 
 
 def _block_visible(config, layer, positions):
-    """(L, L): which rows of its own block each row sees; a window never cuts the block itself."""
+    """(L, L): which rows of its own block each row sees. A sliding layer's window reaches both ways."""
+    distance = positions[:, None] - positions[None]
+    visible = np.ones_like(distance, dtype=bool)
     if _is_causal(config, layer):
-        return positions[None] <= positions[:, None]
-    return np.ones((len(positions), len(positions)), dtype=bool)
+        visible &= distance >= 0
+    if _layer_type(config, layer) == "sliding_attention":
+        visible &= abs(distance) < config["sliding_window"]
+    return visible
 
 
 def _is_causal(config, layer):

@@ -202,9 +202,11 @@ def _causality(reader: _Reader, layer_types: tuple[str, ...]) -> tuple[bool, ...
 
 
 def _rope(reader: _Reader) -> tuple[float, dict | None]:
-    """The rope base and scaling, from either spelling; rope_parameters replaces both older keys."""
-    parameters = reader.get("rope_parameters")
-    scaling = dict(parameters or reader.get("rope_scaling") or {})
+    """The rope base and scaling, from either spelling; a base inside the scaling wins."""
+    parameters, older = reader.get("rope_parameters"), reader.get("rope_scaling")
+    if parameters and older and parameters != older:
+        raise ValueError(f"rope_parameters {parameters} and rope_scaling {older} contradict each other")
+    scaling = dict(parameters or older or {})
     theta = scaling.pop("rope_theta", None) or reader.get("rope_theta", 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
@@ -218,6 +220,10 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
         raise ValueError("rope scaling with an explicit attention_factor is not supported")
     if scaling.get("truncate") is False:
         raise ValueError("rope scaling with truncate = false is not supported")
+    if not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
+        # Alone, neither of the two counts for Hugging Face; mlx-lm would apply the first.
+        scaling.pop("mscale", None)
+        scaling.pop("mscale_all_dim", None)
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", reader.integer("max_position_embeddings"))
     scaling["rope_type"] = kind

@@ -56,17 +56,13 @@ class Attention(nn.Module):
 def block_mask(L: int, offset: int, first: int, window: int | None, is_causal: bool) -> mx.array | str | None:
     """Return who sees whom: block rows at positions offset..offset+L-1 over keys at positions first..offset+L-1.
 
-    A context key j is visible to a query at p while p - j < window. Block keys are visible to every block row, or,
-    if is_causal, to the rows from theirs on. Returns None if all is visible, "causal", or (L, keys) bool.
+    A key j is visible to a query at p while |p - j| < window and, if is_causal, j <= p. Returns None if all is
+    visible, "causal", or (L, keys) bool.
     """
-    reaches_all = window is None or offset + L - 1 - first < window
-    if reaches_all:
+    if window is None or offset + L - 1 - first < window:
         return "causal" if is_causal else None
-    query = mx.arange(offset, offset + L)[:, None]
-    key = mx.arange(first, offset + L)[None]
-    if is_causal:
-        return (query - key < window) & (key <= query)
-    return (query - key < window) | (key >= offset)
+    distance = mx.arange(offset, offset + L)[:, None] - mx.arange(first, offset + L)[None]
+    return (distance < window) & (distance >= (0 if is_causal else 1 - window))
 
 
 class MLP(nn.Module):
