@@ -151,6 +151,16 @@ def render_prompt(args: argparse.Namespace, tokenizer: Any, message: str, contin
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def sampler_from(args: argparse.Namespace, tokenizer: Any) -> Callable:
+    """The sampler that the sampling flags ask for, as mlx_lm.generate makes it."""
+    from mlx_lm.sample_utils import make_sampler
+
+    return make_sampler(
+        args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k, args.xtc_probability,
+        args.xtc_threshold, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )  # fmt: skip
+
+
 @contextmanager
 def prefill_bar() -> Iterator[Callable[[int, int], None]]:
     """A progress callback that draws a bar on stderr for long prompts, if somebody watches."""
@@ -211,7 +221,7 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from mlx_lm.sample_utils import make_sampler
+    import mlx.core as mx
 
     from .api import report, stream_generate
     from .prompt_cache import load_prompt_cache
@@ -228,24 +238,19 @@ def _run(args: argparse.Namespace) -> int:
     prompt = render_prompt(args, tokenizer, message, continues=prompt_cache is not None)
     options = dict(
         max_tokens=args.max_tokens,
-        sampler=make_sampler(
-            args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k, args.xtc_probability,
-            args.xtc_threshold, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        ),
+        sampler=sampler_from(args, tokenizer),
         stop_strings=args.stop_strings,
         prefill_step_size=args.prefill_step_size,
         max_kv_size=args.max_kv_size,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
-    )  # fmt: skip
+    )
     drafting = dict(draft_model=draft, block_size=args.block_size, num_draft_tokens=args.num_draft_tokens)
 
     def run(**more: Any) -> Iterator[Any]:
         mx.random.seed(seed)
         return stream_generate(model, tokenizer, prompt, **options, **more)
-
-    import mlx.core as mx
 
     seed = time.time_ns() % 2**32 if args.seed is None else args.seed
     started = time.perf_counter()

@@ -12,7 +12,7 @@ from itertools import islice
 
 import mlx.core as mx
 
-from .cli import add_model_flags, add_prompt_flags, add_sampling_flags, load_pair, read_message, render_prompt, user_errors
+from .cli import add_model_flags, add_prompt_flags, add_sampling_flags, load_pair, read_message, render_prompt, sampler_from, user_errors
 from .session import Session
 
 
@@ -100,8 +100,6 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from mlx_lm.sample_utils import make_sampler
-
     from .api import open_session
 
     if args.rounds < 1:
@@ -116,12 +114,10 @@ def _run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(args.seed)
     block_size = args.block_size if args.num_draft_tokens is None else args.num_draft_tokens + 1
-    sampler = make_sampler(
-        args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k, args.xtc_probability, args.xtc_threshold
-    )
     session = open_session(
-        model, draft, prompt, args.max_tokens, sampler=sampler, block_size=block_size, stop_tokens=tokenizer.eos_token_ids
-    )
+        model, draft, prompt, args.max_tokens, sampler=sampler_from(args, tokenizer), block_size=block_size,
+        stop_tokens=tokenizer.eos_token_ids,
+    )  # fmt: skip
     text = []
     for moment in islice(watch(session, prompt), args.rounds + 1):
         print(json.dumps(asdict(moment)) if args.json else describe(moment, prompt.size, tokenizer), flush=True)
