@@ -22,6 +22,8 @@ from mlx_dflash.session import Session
 from mlx_dflash.target import Structure, Target
 
 PROMPT = [5, 17, 3, 40, 8]
+# What the order of float32 sums may change behind four layers; the row of another token differs by about one.
+ROUNDING = 1e-4
 
 
 def make_draft(config=None, seed=1, dtype=mx.float32, **changes):
@@ -153,13 +155,13 @@ def last_rows(caches, rows=None):
     """The keys and values that each cache holds, the last `rows` of them: a list of float32 arrays."""
     arrays = []
     for cache in caches:
-        for part in cache.keys_and_values():
+        for part in cache.keys_and_values() if cache.offset else ():
             part = np.array(part.astype(mx.float32))
             arrays.append(part[..., -min(rows or part.shape[2], part.shape[2]) :, :])
     return arrays
 
 
-def assert_same_caches(found, expected, tolerance=1e-5, case=""):
+def assert_same_caches(found, expected, tolerance=ROUNDING, case=""):
     """Caches that cover as many tokens and hold the same rows."""
     assert lengths(found) == lengths(expected), f"{case}: caches cover {lengths(found)}, expected {lengths(expected)}"
     for a, b in zip(last_rows(found), last_rows(expected), strict=True):

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fixtures import MASK_ID, draft_config, plain_tokens, tiny_target
-from harness import PROMPT, Watch, assert_same_caches, draft_run, forced_drafter, fresh_caches, make_draft, plain_run, rounding, tokenizer
+from harness import PROMPT, ROUNDING, Watch, assert_same_caches, draft_run, forced_drafter, fresh_caches, make_draft, plain_run, tokenizer
 
 import mlx_dflash
 from mlx_dflash.dice import Dice
@@ -33,7 +33,7 @@ def test_the_target_cache_is_a_fresh_pass_for_any_accept_counts(block_size, leng
     text = finish(watch)
     assert text == watch.text[: len(text)]
     expected, _ = fresh_caches(watch.model, watch.prompt + text[:-1])
-    assert_same_caches(watch.target.caches, expected, 1e-5)
+    assert_same_caches(watch.target.caches, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama_sliding", "gemma3_text"])
@@ -45,7 +45,7 @@ def test_rounds_that_all_keep_the_same_number_give_the_targets_text(family, acce
     counts = watch.session.stats.accepted
     assert counts[-1] == sum(counts) or sum(counts) - counts[-1] <= 1, f"rounds by kept drafts: {counts}"
     expected, _ = fresh_caches(watch.model, watch.prompt + text[:-1])
-    assert_same_caches(watch.target.caches, expected, 2e-5)
+    assert_same_caches(watch.target.caches, expected)
 
 
 def test_two_rows_of_a_block_do_not_see_rows_that_were_refused_before():
@@ -54,7 +54,7 @@ def test_two_rows_of_a_block_do_not_see_rows_that_were_refused_before():
     for latest in watch.rounds():
         text += latest.verdict.tokens
         expected, _ = fresh_caches(watch.model, watch.prompt + text[:-1])
-        assert_same_caches(watch.target.caches, expected, 1e-5, f"after {len(text)} tokens")
+        assert_same_caches(watch.target.caches, expected, case=f"after {len(text)} tokens")
 
 
 DRAFTS = {"full": {}, "sliding": dict(layer_types=["sliding_attention"] * 2), "mixed": SLIDING}
@@ -73,7 +73,7 @@ def test_the_draft_context_after_any_rounds_is_a_fresh_one(variant):
         expected = np.array(fresh.draft_logits(text[-1]))
         for attempt in ("first", "second"):
             error = np.abs(np.array(watch.inner.draft_logits(text[-1])) - expected).max()
-            assert error <= rounding(expected), f"{attempt} proposal after {len(text)} tokens is off by {error}"
+            assert error <= ROUNDING, f"{attempt} proposal after {len(text)} tokens is off by {error}"
 
 
 @pytest.mark.parametrize("place", range(6))

@@ -93,8 +93,8 @@ def test_context_kv_come_from_the_features_of_the_verify(walk):
     next(rounds), next(rounds)
     confirmed = PROMPT + watch.text[:2]
     target, context = fresh_caches(watch.model, confirmed, watch.draft)
-    assert_same_caches(watch.target.caches, target, 1e-5, "target KV of P + a0 + b1")
-    assert_same_caches(watch.inner.caches, context, 1e-5, "context KV of P + a0 + b1")
+    assert_same_caches(watch.target.caches, target, case="target KV of P + a0 + b1")
+    assert_same_caches(watch.inner.caches, context, case="context KV of P + a0 + b1")
 
 
 def test_the_walk_ends_with_the_targets_own_text(walk):
