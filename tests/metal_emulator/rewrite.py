@@ -5,7 +5,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _TOKEN = re.compile(r"\"(?:\\.|[^\"\\])*\"|\.?\d(?:[eEpP][+-]|[\w.])*|[A-Za-z_]\w*|::|->|\s+|.", re.S)
 _FLOAT = re.compile(r"((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)([fFhH]?)")
 _NAME = r"\w+(?:\s*\[[^;{}]*?\])*"
-_SHARED = re.compile(
+SHARED = re.compile(
     r"(?:^|(?<=[;{}]))(\s*)(?:alignas\s*\(\w+\)\s*)?threadgroup\s+((?:unsigned\s+|metal::)?\w+(?:\s*<[^;{}]*?>)?)\s+"
     rf"({_NAME}(?:\s*,\s*{_NAME})*)\s*;", re.M)
 _STILL_SHARED = re.compile(r"\bthreadgroup\b[^*&;,)]*[;,\[=][^\n]*")
@@ -52,4 +52,4 @@ def _threadgroup_variables(text: str, slot: int) -> str:
                      f'sizeof({name}_t_), sizeof(std::remove_all_extents_t<{name}_t_>), "{name}");')
             slot += 1
         return code
-    return _SHARED.sub(declare, text)
+    return SHARED.sub(declare, text)
