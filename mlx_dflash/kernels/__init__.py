@@ -1,0 +1,7 @@
+"""Metal kernels for the few query rows of a block, each with a twin in stock MLX operations.
+
+choice.py decides, once per shape, which of the two runs; nothing here is compiled or checked before it is first needed.
+"""
+from .choice import MODES, Kernels
+
+__all__ = ["MODES", "Kernels"]
