@@ -87,6 +87,11 @@ class GrowingKVCache(KVCache):
         self.offset += keys.shape[2]
         return fetched
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of the buffers that count, from the first."""
+        return self.offset
+
     def first_position(self, rows: int) -> int:
         """Position of the first row that a block of this many rows attends to."""
         return 0
@@ -147,6 +152,11 @@ class WindowedKVCache(RotatingKVCache):
 
     def size(self) -> int:
         return min(self.offset, self.max_size)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the buffers that count, from the first; the last max_size of them are seen."""
+        return self.offset - self.start
 
     def first_position(self, rows: int) -> int:
         """Position of the first row that a block of this many rows, at the end, attends to."""
