@@ -6,8 +6,8 @@
 //
 // Template: T element type; G query heads per key/value head; D head size; RTG row tiles, DS slices of D and KS slices of
 // a key tile, one simdgroup for each combination; BK keys per tile; BLOCK: the block has its own arrays (else it lies
-// behind the context, in the same buffers); CAUSAL: block row i sees block keys 0..i; WINDOW: keys a row sees, itself
-// included (0: all; without CAUSAL the block is always seen); RING: key j lies in row j % C.
+// behind the context, in the same buffers); CAUSAL: block row i sees block keys 0..i; WINDOW: a row sees keys less than
+// that far away (0: all); RING: key j lies in row j % C.
     // q: [B, Hk * G, L, D]; keys, values: [B, Hk, C, D]; block_keys, block_values: [B, Hk, L, D]; length: [B], n; scale: [1]
     // partial: [B, Hk, P, RP, D]; maximum, total: [B, Hk, P, RP], with P = splits * KS and RP = padded rows
     const int L = q_shape[2];
@@ -108,8 +108,8 @@
             const int j = tile + (key_slice * KT + u) * 8 + fm;
             for (int e = 0; e < 2; ++e) {
                 const int distance = n + position[e] - j;   // negative: a later row of the block
-                const bool near = WINDOW == 0 || distance < WINDOW;
-                const bool seen = j < end && (CAUSAL ? distance >= 0 && near : j >= n || near);
+                const bool near = WINDOW == 0 || (distance < WINDOW && distance > -WINDOW);
+                const bool seen = j < end && near && (!CAUSAL || distance >= 0);
                 S[u].thread_elements()[e] = seen ? S[u].thread_elements()[e] : -INFINITY;
                 best[e] = max(best[e], S[u].thread_elements()[e]);
             }

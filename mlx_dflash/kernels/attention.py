@@ -34,9 +34,8 @@ class Keys:
 class Sight:
     """Which keys a query row sees. Row i of the block stands at position length + i.
 
-    causal: block row i sees block rows 0..i, else all of them. window: keys a row sees, itself included; 0 for all.
-    Without causal, block rows see the whole block whatever the window. ring: the buffers hold key j in row j mod C,
-    and window <= C.
+    causal: block row i sees block rows 0..i, else all of them. window: a row sees only keys less than window
+    positions away, in the block both ways; 0 for all keys. ring: the buffers hold key j in row j mod C; window <= C.
     """
 
     causal: bool = False
@@ -157,9 +156,7 @@ def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.ar
 
 def block_mask(rows: int, length: int, sight: Sight, start: int = 0) -> mx.array | str | None:
     """The mask stock attention takes for keys start .. length + rows: None, "causal", or a (rows, keys) bool array."""
-    if not sight.window or length + rows <= sight.window:
-        return "causal" if sight.causal and rows > 1 else None
-    j = mx.arange(start, length + rows)[None]
-    distance = mx.arange(length, length + rows)[:, None] - j
-    seen = distance < sight.window
-    return seen & (distance >= 0) if sight.causal else seen | (j >= length)
+    if not sight.window or length + rows - start <= sight.window:
+        return "causal" if sight.causal else None
+    distance = mx.arange(length, length + rows)[:, None] - mx.arange(start, length + rows)[None]
+    return (distance < sight.window) & (distance >= (0 if sight.causal else 1 - sight.window))
