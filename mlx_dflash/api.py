@@ -171,7 +171,7 @@ def open_session(
     targets, contexts = split_prompt_cache(caches, model, draft)
     dice = Dice(sampler, logits_processors)
     drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, block_size)
-    target = Target(model, draft.config.target_layer_ids, targets, block_size=drafter.num_drafts + 1)
+    target = Target(model, draft.config.target_layer_ids, targets, drafter.num_drafts + 1, draft.kernels)
     caches[: len(targets)] = target.caches
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     target.reserve(target.length + prompt.size + expected + draft.config.block_size)

@@ -2,7 +2,8 @@
 
 choice.py decides, once per shape, which of the two runs; nothing here is compiled or checked before it is first needed.
 """
-from .attention import Sight
+from .attention import Keys, Sight
 from .choice import MODES, Kernels
+from .matmul import Quantized
 
-__all__ = ["MODES", "Kernels", "Sight"]
+__all__ = ["MODES", "Kernels", "Keys", "Quantized", "Sight"]

@@ -12,6 +12,7 @@ from .call import KernelCall, Runner, metal_source
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 8        # per threadgroup: 256 threads launch on every Apple GPU
+STOCK = mx.fast.scaled_dot_product_attention  # also while a target has something else in its place
 KEYS_PER_SPLIT = 256  # fewer keys than this are not worth a threadgroup of their own
 
 
@@ -151,7 +152,7 @@ def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.ar
     if keys.block:
         k, v = (mx.concatenate([x, own], axis=2) for x, own in zip((k, v), keys.block))
     mask = block_mask(rows, keys.length, sight, start)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    return STOCK(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def block_mask(rows: int, length: int, sight: Sight, start: int = 0) -> mx.array | str | None:

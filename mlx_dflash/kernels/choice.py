@@ -5,6 +5,7 @@ is the same either way. Knows shapes, this machine and the mode; knows nothing o
 """
 import re
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Hashable
 
@@ -20,7 +21,7 @@ from .trial import AttentionShape
 MODES = ("auto", "off", "force", "check")
 FIRST_GUARDED_GENERATION = 17  # of chips on which sustained use has stalled; see metalcheck
 SUSTAINED = "sustained"
-STALL_SECONDS, STALL_FACTOR, ROUNDS_KNOWN = 1.0, 20.0, 8
+STALL_SECONDS, STALL_FACTOR, PASSES_KNOWN = 1.0, 20.0, 8
 
 
 class Kernels:
@@ -38,8 +39,9 @@ class Kernels:
         self.mode, self.record = mode, record or Record(None)
         self.verdicts: dict[Hashable, dict] = {}  # shape -> {"refused": reason or None, "cores": ..., "ms": ...}
         self._run = run or MetalRunner()
-        self._can_run = mode != "off" and (run is not None or has_gpu())
-        self._round_seconds: list[float] = []
+        # Whether any shape may ever run as a kernel here.
+        self.can_run = mode != "off" and (run is not None or has_gpu())
+        self._seconds: list[float] = []
 
     @property
     def is_active(self) -> bool:
@@ -70,27 +72,28 @@ class Kernels:
         product = matmul.multiply_metal(x, w, run=self._run)
         return self._checked(product, lambda: matmul.multiply_ops(x, w), "product")
 
-    def distrusts(self, logits: mx.array, seconds: float) -> bool:
+    def distrusts(self, logits: mx.array, started: float) -> bool:
         """Whether a pass that used kernels must be repeated without them; waits for it.
 
-        logits: (..., V), of which one column shows whether a row is finite. seconds: what the round took. After a
-        round that stalls or is not finite, every shape runs by its twin, with one warning.
+        logits: (..., V), of which one column shows whether a row is finite. started: when the pass was built, by
+        time.perf_counter. After a pass that stalls or is not finite, every shape runs by its twin, with one warning.
         """
         if not self.is_active:
             return False
         if not mx.isfinite(logits[..., 0]).all().item():
             self.give_up("a pass gave numbers that are not finite")
             return True
-        known, self._round_seconds = self._round_seconds, [*self._round_seconds[-63:], seconds]
-        if len(known) >= ROUNDS_KNOWN and seconds > max(STALL_SECONDS, STALL_FACTOR * statistics.median(known)):
-            self.give_up(f"a round took {seconds:.1f} s, {statistics.median(known):.3f} s is usual")
+        seconds = time.perf_counter() - started
+        known, self._seconds = self._seconds, [*self._seconds[-63:], seconds]
+        if len(known) >= PASSES_KNOWN and seconds > max(STALL_SECONDS, STALL_FACTOR * statistics.median(known)):
+            self.give_up(f"a pass took {seconds:.1f} s, {statistics.median(known):.3f} s is usual")
         return False
 
     def give_up(self, reason: str) -> None:
         """Run everything by its twin from now on, and say so."""
         warnings.warn(f"Metal kernels are switched off: {reason}. Please report it with the output of "
                       "python -m mlx_dflash.metalcheck", stacklevel=2)
-        self._can_run = False
+        self.can_run = False
         self.verdicts.clear()
 
     def _attend_metal(self, q, keys, sight, scale, sinks):
@@ -111,7 +114,7 @@ class Kernels:
     def _verdict_on_attention(self, q, keys, sight, sinks) -> bool:
         # A short context and few rows are one launch for stock MLX.
         rows = q.shape[2] * q.shape[1] // keys.keys.shape[1]
-        if not self._can_run or self.mode == "auto" and keys.length < 512 and rows <= 32:
+        if not self.can_run or self.mode == "auto" and keys.length < 512 and rows <= 32:
             return False
         shape = attention_shape(q, keys, sight, sinks)
         if shape not in self.verdicts:
@@ -121,7 +124,7 @@ class Kernels:
         return self.verdicts[shape]["refused"] is None
 
     def _verdict_on_product(self, x: mx.array, w: Quantized) -> bool:
-        if not self._can_run:
+        if not self.can_run:
             return False
         rows = (x.size // x.shape[-1], x.shape[-1])
         shape = (rows, w.weight.shape[0], w.group_size, w.bits, x.dtype)
