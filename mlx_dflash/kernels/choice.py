@@ -141,7 +141,8 @@ class Kernels:
             return {"refused": "not a shape of the kernel"}
         if self.mode != "auto":
             return {"refused": None}
-        if chip_generation() >= FIRST_GUARDED_GENERATION and not self.record.find(SUSTAINED):
+        sustained = self.record.find(SUSTAINED) or {"passed": False}
+        if chip_generation() >= FIRST_GUARDED_GENERATION and not sustained["passed"]:
             return {"refused": "this chip needs the sustained check: python -m mlx_dflash.metalcheck"}
         verdict = self.record.find(shape)
         if verdict is None:
