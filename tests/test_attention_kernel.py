@@ -71,7 +71,8 @@ def problem(case: Case, context: int):
     turned = lambda num_heads: normal(case.batch, case.rows, num_heads, case.head_size).transpose(0, 2, 1, 3)
     block = (turned(kv_heads), turned(kv_heads)) if case.has_block else None
     sinks = normal(heads) if case.has_sinks else None
-    return turned(heads), Keys(*buffers, context, block), case.sight, SCALE, sinks
+    q = normal(case.batch, heads, case.rows, case.head_size) if case.batch > 1 else turned(heads)
+    return q, Keys(*buffers, context, block), case.sight, SCALE, sinks
 
 
 def dense(buffer, keys, index, sight, rows):
