@@ -12,6 +12,7 @@ from mlx_dflash.kernels.attention import Keys, Sight, attend_metal, attend_ops, 
 
 needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 CONTEXTS = (0, 1, 31, 32, 33, 255, 257)
+ORDERS = (0, 1, 7)
 SCALE = 0.09
 
 
@@ -40,12 +41,13 @@ CASES = [
     Case(mx.float32, 256, (4, 4), 2, Sight(causal=True)),
     Case(mx.float16, 64, (8, 1), 16, batch=2),
     Case(mx.float16, 128, (4, 4), 1),
-    Case(mx.float16, 256, (12, 2), 8, Sight(causal=True), has_block=False),
+    Case(mx.float16, 256, (6, 2), 16, Sight(causal=True), has_block=False),
+    Case(mx.float16, 256, (4, 2), 5, Sight(causal=True)),
     Case(mx.bfloat16, 64, (4, 2), 16, Sight(window=40), has_sinks=True),
     Case(mx.bfloat16, 128, (8, 2), 16),
     Case(mx.bfloat16, 128, (4, 4), 7, Sight(causal=True, window=48), has_block=False),
     Case(mx.bfloat16, 128, (16, 2), 16, Sight(causal=True), has_block=False),
-    Case(mx.bfloat16, 256, (6, 1), 16, has_block=False, has_sinks=True),
+    Case(mx.bfloat16, 256, (6, 1), 8, has_block=False, has_sinks=True),
     Case(mx.float16, 128, (4, 2), 2, Sight(window=96, ring=True)),
     Case(mx.float32, 64, (4, 4), 7, Sight(causal=True, window=33, ring=True), has_block=False),
     Case(mx.bfloat16, 64, (8, 1), 8, Sight(causal=True, window=5)),
@@ -120,7 +122,7 @@ def errors(case, context, out):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_is_as_exact_as_stock_attention(case):
     for turn, context in enumerate(CONTEXTS):
-        for order in (0, 1, 7) if context in (33, 257) else (turn % 3,):
+        for order in ORDERS if context == 33 else ORDERS[turn % 3 :][:1]:
             out = attend_metal(*problem(case, context), run=Emulator(order))
             ours, stock, rounding = errors(case, context, out)
             assert ours <= 2 * stock + rounding, (context, order, ours, stock, rounding)
@@ -149,9 +151,9 @@ def test_each_key_and_value_is_read_once_per_row_group(case):
 
 
 @needs_emulator
-@pytest.mark.parametrize("cores", (1, 4, 10, 80))
+@pytest.mark.parametrize("cores", (1, 2, 80))
 def test_result_does_not_depend_on_the_number_of_splits(cores):
-    case, context = CASES[7], 2000
+    case, context = CASES[0], 800
     q, keys, sight, scale, _ = problem(case, context)
     out = attend_metal(q, keys, sight, scale, run=Emulator(), cores=cores)
     ours, stock, rounding = errors(case, context, out)
@@ -160,7 +162,7 @@ def test_result_does_not_depend_on_the_number_of_splits(cores):
 
 @pytest.mark.parametrize("window", (0, 700))
 def test_every_split_has_keys_and_all_keys_have_a_split(window):
-    q, _, _, _, _ = problem(CASES[7], 1)
+    q = mx.zeros((1, 8, 16, 128), mx.bfloat16)
     for length in [*range(0, 1200, 7), 4096, 32768]:
         for cores in (1, 8, 40, 76):
             sight = Sight(window=window)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 PLAIN = Case(mx.bfloat16, 64, (4, 2), 7), 600            # slices of the keys, two splits, rows that end inside a tile
-SLICED = Case(mx.float16, 256, (4, 1), 5, Sight(causal=True), has_block=False), 40  # two slices of d
+SLICED = Case(mx.float16, 256, (4, 2), 5, Sight(causal=True), has_block=False), 40  # two slices of d, two of the keys
 RING = Case(mx.float16, 128, (4, 2), 2, Sight(window=70, ring=True)), 257
 WINDOW = Case(mx.float32, 128, (4, 2), 9, Sight(window=5)), 30
 SINKS = Case(mx.bfloat16, 64, (4, 2), 7, has_sinks=True, batch=2), 40
@@ -49,6 +49,7 @@ ATTENTION = [  # problem, text of attention.metal, what it becomes, which occurr
     (SLICED, "!CAUSAL || distance >= 0", "!CAUSAL || distance > 0", 0),
     (SLICED, "!CAUSAL || distance >= 0", "true", 0),
     (SLICED, "(d_slice + o) % DS", "d_slice", 0),
+    (SLICED, ") * KS + key_slice;", ") * KS;", 0),
     (SLICED, "const int d0 = d_slice * (D / DS);", "const int d0 = 0;", 0),
     (SLICED, "for (int o = 1; o < DS; ++o)", "for (int o = 1; o < 1; ++o)", 0),
     (RING, "n - WINDOW + 1", "n - WINDOW + 2", 0),
@@ -87,11 +88,12 @@ MATMUL = [
 ]
 
 
-def changed(source: str, old: str, new: str, occurrence: int) -> str:
-    """The source with one occurrence of a text replaced; the text must be there."""
-    parts = source.split(old)
+def broken(call, change):
+    """The launch with one occurrence of a text of its source replaced; the text must be there."""
+    old, new, occurrence = change
+    parts = call.source.split(old)
     assert len(parts) > occurrence + 1, f"{old!r} occurs {len(parts) - 1} times"
-    return old.join(parts[: occurrence + 1]) + new + old.join(parts[occurrence + 1 :])
+    return replace(call, source=old.join(parts[: occurrence + 1]) + new + old.join(parts[occurrence + 1 :]))
 
 
 @cache
@@ -120,14 +122,13 @@ def mutants():
     """(name, first launch, second launch or None, expected result, dtype) of every change."""
     for problem, *change in ATTENTION:
         first, second, expected = launches(problem)
-        yield f"attention: {change[0]} -> {change[1]}", replace(first, source=changed(first.source, *change)), second, expected, problem[0].dtype
+        yield f"attention: {change}", broken(first, change), second, expected, problem[0].dtype
     for problem, *change in MERGE:
         _, second, expected = launches(problem)
-        yield f"merge: {change[0]} -> {change[1]}", replace(second, source=changed(second.source, *change)), None, expected, problem[0].dtype
+        yield f"merge: {change}", broken(second, change), None, expected, problem[0].dtype
     for case, *change in MATMUL:
         x, w = matmul.problem(case)
-        call = multiply_call(x, w)
-        yield f"product: {change[0]} -> {change[1]}", replace(call, source=changed(call.source, *change)), None, matmul.reference(x, w), case[0]
+        yield f"product: {change}", broken(multiply_call(x, w), change), None, matmul.reference(x, w), case[0]
 
 
 def test_unchanged_kernels_are_not_reported():

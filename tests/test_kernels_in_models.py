@@ -53,7 +53,7 @@ def test_draft_logits_are_those_of_the_twin(tmp_path, num_context):
 def test_generation_by_kernels_gives_the_tokens_of_the_target_alone(tmp_path):
     emulator = Emulator(order=7)
     target, draft = pair(tmp_path, Kernels("force", run=emulator))
-    assert tokens(open_session(target, draft, mx.array(PROMPT), 8)) == plain_tokens(target, PROMPT, 8)
+    assert tokens(open_session(target, draft, mx.array(PROMPT), 6)) == plain_tokens(target, PROMPT, 6)
     launched = {report.call.name for report in emulator.reports}
     assert launched == {"dflash_attention", "dflash_attention_merge", "dflash_matmul"}
 

@@ -111,7 +111,7 @@ def partial_call(q: mx.array, keys: Keys, sight: Sight, scale: float, cut: Geome
     return KernelCall(
         "dflash_attention", metal_source("attention.metal"),
         inputs={"q": q, "keys": keys.keys, "values": keys.values, "block_keys": block_keys, "block_values": block_values,
-                "length": mx.full((batch,), keys.length, mx.int32), "scale": mx.array([scale], mx.float32)},
+                "length": mx.array([keys.length] * batch, mx.int32), "scale": mx.array([scale], mx.float32)},
         outputs={"partial": ((batch, kv_heads, slices, padded, head_size), mx.float32),
                  "maximum": ((batch, kv_heads, slices, padded), mx.float32),
                  "total": ((batch, kv_heads, slices, padded), mx.float32)},

@@ -5,6 +5,7 @@ other than a GPU. Knows nothing of attention or matmuls, and nothing of who runs
 """
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
 import mlx.core as mx
@@ -31,8 +32,9 @@ class KernelCall:
 Runner = Callable[[KernelCall], list[mx.array]]  # what executes a launch: MetalRunner, or an emulator in tests
 
 
+@cache
 def metal_source(name: str) -> str:
-    """The text of a kernel body that ships with this package, e.g. metal_source("attention.metal")."""
+    """The text of a kernel body that ships with this package, e.g. metal_source("attention.metal"); read once."""
     return resources.files(__package__).joinpath(name).read_text()
 
 

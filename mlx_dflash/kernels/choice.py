@@ -54,8 +54,10 @@ class Kernels:
         q: (B, Hq, L, d); block: keys and values (B, Hkv, L, d). cache: its first `rows` rows of keys and values count;
         the twin writes the block behind them (write_block), the kernel reads it where it is. Returns (B, Hq, L, d).
         """
-        if cache.rows and self._verdict_on_attention(q, Keys(cache.keys, cache.values, cache.rows, block), sight, None):
-            return self._attend_metal(q, Keys(cache.keys, cache.values, cache.rows, block), sight, scale, None)
+        if cache.rows:
+            apart = Keys(cache.keys, cache.values, cache.rows, block)
+            if self._verdict_on_attention(q, apart, sight, None):
+                return self._attend_metal(q, apart, sight, scale, None)
         keys, values = cache.write_block(*block)
         return attention.attend_ops(q, Keys(keys, values, keys.shape[2] - q.shape[2]), sight, scale)
 

@@ -21,7 +21,8 @@ def environment() -> str:
     """What a verdict depends on besides the shape."""
     text = "".join(metal_source(name) for name in SOURCES)
     chip = mx.device_info()["architecture"]
-    return f"{chip} macOS {platform.mac_ver()[0]} mlx {mx.__version__} kernels {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    kernels = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{chip} macOS {platform.mac_ver()[0]} mlx {mx.__version__} kernels {kernels}"
 
 
 def default_path() -> Path:

@@ -38,8 +38,8 @@ class AttentionShape:
         flags = [self.sight.causal and "causal", self.sight.window and f"window {self.sight.window}",
                  self.sight.ring and "ring", self.has_block and "block apart", self.has_sinks and "sinks",
                  self.batch > 1 and f"batch {self.batch}"]
-        return " ".join([f"attention {self.heads}/{self.kv_heads}/{self.head_size} {str(self.dtype)[9:]} rows {self.rows}",
-                         *filter(None, flags)])
+        size = f"{self.heads}/{self.kv_heads}/{self.head_size}"
+        return " ".join(["attention", size, str(self.dtype)[9:], f"rows {self.rows}", *filter(None, flags)])
 
     def problem(self, length: int) -> tuple[mx.array, Keys, mx.array | None]:
         """Queries, keys with NaN in the spare rows of their buffers, and sinks, for a context of that length."""
@@ -51,7 +51,8 @@ class AttentionShape:
         held = length if self.has_block else length + self.rows
         if self.sight.ring:
             held = self.sight.window + self.rows
-        spare = mx.full((self.batch, self.kv_heads, 0 if self.sight.ring else 64, self.head_size), float("nan"), self.dtype)
+        spare_rows = 0 if self.sight.ring else 64
+        spare = mx.full((self.batch, self.kv_heads, spare_rows, self.head_size), float("nan"), self.dtype)
         rows = [normal(self.batch, self.kv_heads, held, self.head_size) for _ in range(2)]
         buffers = [mx.concatenate([x, spare], axis=2) for x in rows]
         sinks = normal(self.heads) if self.has_sinks else None
@@ -102,11 +103,13 @@ def race_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...]
     scale, times = shape.head_size**-0.5, {}
     for length in contexts:
         problems = [shape.problem(length) for _ in range(4)]
-        chain = lambda attend: seconds_per_call(problems, lambda q, p: attend(q, p[1], shape.sight, scale, p[2]), problems[0][0])
+        chain = lambda attend: seconds_per_call(
+            problems, lambda q, problem: attend(q, problem[1], shape.sight, scale, problem[2]), problems[0][0])
         twin = chain(attend_ops)
         times[length] = {cores: (1e3 * chain(lambda *a, c=cores: attend_metal(*a, run=run, cores=c)), 1e3 * twin)
                          for cores in RACED_CORES}
-    best = min(RACED_CORES, key=lambda cores: sum(times[length][cores][0] / times[length][cores][1] for length in contexts))
+    gain = lambda cores: sum(twin / kernel for kernel, twin in (times[length][cores] for length in contexts))
+    best = max(RACED_CORES, key=gain)
     return {"cores": best, "ms": {str(length): times[length][best] for length in contexts}}
 
 

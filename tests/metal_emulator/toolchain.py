@@ -61,7 +61,8 @@ def build(cpp: str, checked: bool) -> Path:
     headers = _once("headers_" + hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8], partial(_headers, flags))
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         Path(folder, "kernel.cpp").write_text(cpp)
-        command("g++", *FLAGS, *flags, f"-I{headers}", f"-I{HERE}", "-c", f"{folder}/kernel.cpp", "-o", f"{folder}/kernel.o")
+        command("g++", *FLAGS, *flags, f"-I{headers}", f"-I{HERE}", "-c", f"{folder}/kernel.cpp",
+                "-o", f"{folder}/kernel.o")
         command("g++", "-shared", "-Wl,-Bsymbolic", f"{folder}/kernel.o", runtime, "-o", f"{folder}/kernel.so", "-lm")
         os.replace(f"{folder}/kernel.so", library)
     return library
