@@ -1,7 +1,8 @@
 """A frozen mlx-lm model as the target of one sequence: prefill, verify, commit.
 
 Observes the model's layers, never changes them: the tapped entries of its layer list record their output inside a
-scope and are restored when it ends. Kernels for the few rows of a verify come and go in the same way. Knows mlx-lm's models and caches (with rollback.py); knows nothing of drafts.
+scope and are restored when it ends. Kernels for the few rows of a verify come and go in the same way. Knows mlx-lm's
+models and caches (with rollback.py); knows nothing of drafts.
 """
 
 import threading

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import Emulator, emulate, precompile, why_unavailable
+from metal_emulator import Emulator, emulate, why_unavailable
 from metal_emulator.lint import clang, lint
 
 from mlx_dflash.kernels.attention import Keys, Sight, attend_metal, attend_ops, merge_call, partial_call, plan
+from mlx_dflash.kernels.call import MetalRunner
+from mlx_dflash.kernels.choice import has_gpu
 
 needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 CONTEXTS = (0, 1, 31, 32, 33, 255, 257)
@@ -127,6 +129,15 @@ def test_kernel_is_as_exact_as_stock_attention(case):
             ours, stock, rounding = errors(case, context, out)
             assert ours <= 2 * stock + rounding, (context, order, ours, stock, rounding)
             assert out.dtype == case.dtype
+
+
+@pytest.mark.skipif(not has_gpu(), reason="no GPU that takes Metal kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_on_this_gpu_is_as_exact_as_stock_attention(case):
+    for context in (*CONTEXTS, 3000):
+        out = attend_metal(*problem(case, context), run=MetalRunner())
+        ours, stock, rounding = errors(case, context, out)
+        assert ours <= 2 * stock + rounding, (context, ours, stock, rounding)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -7,6 +7,8 @@ import pytest
 from metal_emulator import Emulator, emulate, why_unavailable
 from metal_emulator.lint import clang, lint
 
+from mlx_dflash.kernels.call import MetalRunner
+from mlx_dflash.kernels.choice import has_gpu
 from mlx_dflash.kernels.matmul import FEATURE_TILES, Quantized, multiply_call, multiply_metal, multiply_ops, supports
 
 needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -50,6 +52,16 @@ def test_product_is_as_exact_as_stock(case):
         y = multiply_metal(x, w, run=Emulator(order))
         assert y.shape == expected.shape and y.dtype == x.dtype
         assert far(y) <= 2 * stock + rounding, (order, far(y), stock, rounding)
+
+
+@pytest.mark.skipif(not has_gpu(), reason="no GPU that takes Metal kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product_on_this_gpu_is_as_exact_as_stock(case):
+    x, w = problem(case)
+    expected = reference(x, w)
+    far = lambda y: np.abs(np.array(y.astype(mx.float32)).astype(np.float64) - expected).max()
+    rounding = np.abs(expected).max() * {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}[case[0]]
+    assert far(multiply_metal(x, w, run=MetalRunner())) <= 2 * far(multiply_ops(x, w)) + rounding
 
 
 @needs_emulator
