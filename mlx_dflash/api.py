@@ -57,7 +57,8 @@ def stream_generate(
     The tokens are those of mlx_lm.stream_generate with the same arguments and the same seed.
     draft_model: a DFlash draft from load_draft; None is mlx-lm's own path. block_size: anchor and drafts of a round,
     at most the draft's own; num_draft_tokens, mlx-lm's name, is one less. stop_strings: the text ends before the
-    first of them. prompt_cache: continued, and left covering the prompt and every yielded token.
+    first of them. prompt_cache: continued, and left covering the prompt and every yielded token. stream: where the
+    work is enqueued; the iteration belongs to the thread that begins it.
     mlx_lm_options: max_kv_size, kv_bits, kv_group_size, quantized_kv_start, input_embeddings; without a draft only.
     Raises ValueError for arguments that make no sense, TypeError for unknown ones, before anything is computed.
     """

@@ -193,5 +193,7 @@ class Session:
                 scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
                 self.target.commit(1)
                 self.drafter.extend_context(scores.features)
-                self.drafter.propose(last, 0)
+        if self.settles:
+            # What is pending could only be computed in this thread.
+            self.drafter.propose(last, 0)
             mx.eval([cache.state for cache in self.target.caches])

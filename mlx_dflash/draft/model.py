@@ -177,4 +177,6 @@ def _fuse(projections: list[nn.Module]) -> nn.Module | None:
             rows = p[name].shape[0]
             p[name] = fused[name][start : start + rows]
             start += rows
+        # Evaluated here: what is left pending can only be computed in the thread that made it.
+        mx.eval([p[name] for p in projections])
     return fused
