@@ -14,7 +14,7 @@ import mlx_dflash
 PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
 
 
-NUM_TOKENS = 600
+NUM_TOKENS, SEED = 600, 8
 
 
 @cache
@@ -23,7 +23,7 @@ def context_free_run(**options):
     model = context_free_target(PROBABILITIES)
     del model.model.layers[2:]
     dflash = dict(mask_token_id=5, target_layer_ids=[0, 1])
-    draft = make_draft(draft_config(dflash, vocab_size=6, num_target_layers=2, num_hidden_layers=1, layer_types=["full_attention"]))
+    draft = make_draft(draft_config(dflash, vocab_size=6, num_target_layers=2, num_hidden_layers=1, layer_types=["full_attention"]), seed=SEED)
     return draft_run(model, draft, [1, 2], seed=11, max_tokens=NUM_TOKENS, sampler=make_sampler(**options))
 
 
