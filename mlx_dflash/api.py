@@ -68,30 +68,21 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     _check_options(mlx_lm_options, draft_model)
+    block_size = _block_size(block_size, num_draft_tokens, draft_model)
+    _check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
-    if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
     common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
     if draft_model is None:
-        if block_size is not None or num_draft_tokens is not None:
-            raise ValueError("block_size and num_draft_tokens need a draft_model")
         plain = mlx_lm.stream_generate(
             model, tokenizer, tokens, max_tokens, stream=stream, prefill_step_size=prefill_step_size,
             prompt_progress_callback=prompt_progress_callback, **common, **mlx_lm_options,
         )  # fmt: skip
         return _stop_at(plain, stops)
-    if block_size is not None and num_draft_tokens is not None:
-        raise ValueError("give block_size or num_draft_tokens, not both")
-    if num_draft_tokens is not None:
-        block_size = num_draft_tokens + 1
     session = open_session(
         model, draft_model, tokens, max_tokens, block_size=block_size,
         stop_tokens=tokenizer.eos_token_ids, stream=stream, **common,
     )  # fmt: skip
-    progress = prompt_progress_callback or (lambda processed, total: None)
-    emissions = session.emit(tokens, step_size=prefill_step_size, progress=progress)
+    emissions = session.emit(tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
     return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
 
 
@@ -196,6 +187,25 @@ def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> N
     set_options = [name for name in ("max_kv_size", "kv_bits", "input_embeddings") if options.get(name) is not None]
     if set_options:
         raise ValueError(f"{', '.join(set_options)} is not supported together with a draft")
+
+
+def _silent(processed: int, total: int) -> None:
+    """Report no progress."""
+
+
+def _check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
+
+
+def _block_size(block_size: int | None, num_draft_tokens: int | None, draft_model: DraftModel | None) -> int | None:
+    if block_size is not None and num_draft_tokens is not None:
+        raise ValueError("give block_size or num_draft_tokens, not both")
+    if draft_model is None and (block_size is not None or num_draft_tokens is not None):
+        raise ValueError("block_size and num_draft_tokens need a draft_model")
+    return block_size if num_draft_tokens is None else num_draft_tokens + 1
 
 
 def _respond(

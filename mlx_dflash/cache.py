@@ -67,8 +67,7 @@ class GrowingKVCache(KVCache):
         if needed > capacity:
             rows = _round_up(max(needed, self._reserved, capacity + min(capacity // 4, 4096)))
             held = slice(0, self.offset)
-            self.keys = _grown(self.keys, keys, held, rows)
-            self.values = _grown(self.values, values, held, rows)
+            self.keys, self.values = _grown(self.keys, keys, held, rows), _grown(self.values, values, held, rows)
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a block's rows behind the end without counting them.
@@ -172,9 +171,8 @@ class WindowedKVCache(RotatingKVCache):
         held = slice(first - self.start, rows)
         spare = max(self.slack, min(self.max_size, self.offset) // 4)
         capacity = _round_up(held.stop - held.start + new + spare)
-        self.keys = _grown(self.keys, keys, held, capacity)
-        self.values = _grown(self.values, values, held, capacity)
-        self.start = first
+        grown = _grown(self.keys, keys, held, capacity), _grown(self.values, values, held, capacity)
+        self.keys, self.values, self.start = *grown, first
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a block's rows behind the end without counting them.
