@@ -14,7 +14,7 @@ import mlx_dflash
 PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
 
 
-NUM_TOKENS, SEED = 600, 8
+NUM_TOKENS, SEED = 400, 8
 
 
 @cache
@@ -32,7 +32,7 @@ def chi_square(counts, probabilities):
     return float(((counts - expected) ** 2 / expected)[expected > 0].sum())
 
 
-@pytest.mark.parametrize("options", [dict(temp=1.0), dict(temp=0.7), dict(temp=1.0, top_k=3), dict(temp=1.0, top_p=0.7)], ids=str)
+@pytest.mark.parametrize("options", [dict(temp=1.0), dict(temp=1.0, top_k=3), dict(temp=0.7)], ids=str)
 def test_sampled_tokens_have_the_targets_distribution(options):
     """Independently of what the draft proposes; 11.07 and 20.5 are the 95% and 99.9% points of chi-square for 5."""
     run = context_free_run(**options)
