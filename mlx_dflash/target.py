@@ -15,8 +15,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import rollback
+from .cache import KVQuantization
 
-_EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "wte", "embedding", "embeddings")
+_EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "token_embeddings", "wte", "embedding", "embeddings", "embed_in", "embed")
+_HEAD_NAMES = ("lm_head", "output", "embed_out")
 _PROBE = 4  # tokens
 # One scope at a time: a layer list is shared by all sequences of its model.
 _scope = threading.RLock()
@@ -53,9 +55,9 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module):
-        self.layers = _layer_list(model)
-        self.embedding = _embedding(model)
-        head = _find(model, lambda name, m: name == "lm_head")
+        self.layers, self.places = _find_layers(model)
+        self.embedding = _find_embedding(model, self.layers)
+        head = _find_head(model, self.layers, self.vocab_size)
         self.unembed: Callable[[mx.array], mx.array] = self.embedding.as_linear if head is None else head
 
     @property
@@ -70,28 +72,51 @@ class Structure:
 class Target:
     """A model seen by one sequence.
 
-    target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache;
-    its entries are replaced, in place, by ones that can roll back. block_size: most rows of a verify.
-    Between calls the caches cover exactly the committed tokens.
-    Raises ValueError for layers the model does not have, and for caches that cannot roll back.
+    target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache,
+    and whatever stands behind it in the same list; its entries are replaced, in place, by ones that can roll back.
+    block_size: most rows of a verify. quantization: of the rows that the caches keep. length: number of tokens that
+    the caches cover, for caches that do not know it.
+    Between calls the caches cover the committed tokens, except some that may wait in front of the next verify.
+    Raises ValueError for layers the model does not have, and for caches that cannot roll back or be quantized.
     """
 
-    def __init__(self, model: nn.Module, target_layer_ids: Sequence[int], caches: list[Any] | None = None, block_size: int = 16):
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layer_ids: Sequence[int],
+        caches: list[Any] | None = None,
+        block_size: int = 16,
+        *,
+        quantization: KVQuantization | None = None,
+        length: int = 0,
+    ):
         self.model = model
         self.structure = Structure(model)
         self.target_layer_ids = check_layer_ids(target_layer_ids, len(self.structure.layers))
-        self.caches = make_prompt_cache(model) if caches is None else caches
-        rollback.adopt(self.caches, slack=block_size)
-        self._block_rows = 0  # rows of the latest block that the caches hold
+        own = make_prompt_cache(model)
+        self._shared = own if caches is None else caches
+        self.caches = self._shared[: len(own)]
+        # A block, and the kept tokens in front of it.
+        rollback.adopt(self.caches, slack=2 * block_size)
+        self._quantization = quantization
+        if quantization is not None:
+            quantization.check(self.caches)
+        self._publish()
+        self._recurrences = rollback.Recurrences(model)
+        self._block_size = block_size
+        self._length = max(rollback.lengths(self.caches), default=length)
+        self._waiting = mx.zeros((0,), mx.uint32)  # committed tokens that the caches do not cover yet
+        self._pass: _Pass | None = None
+        self._start: rollback.Checkpoint | None = None  # before the latest prefill
 
     @property
     def length(self) -> int:
-        """Number of tokens that the caches cover."""
-        return max(rollback.lengths(self.caches), default=0)
+        """Number of committed tokens."""
+        return self._length
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many tokens in all at the next growth."""
-        for cache in self.caches:
+        for cache in rollback.leaves(self.caches):
             if hasattr(cache, "reserve"):
                 cache.reserve(tokens)
 
@@ -106,50 +131,132 @@ class Target:
 
         progress is called with the number of tokens processed so far. No logits are computed.
         """
-        for start in range(0, tokens.size, step_size):
-            chunk = tokens[start : start + step_size]
-            _, features = self._forward(chunk)
-            on_features(features)
-            mx.eval(features, [cache.state for cache in self.caches])
-            progress(start + chunk.size)
-            mx.clear_cache()
+        self._pass = None
+        self._settle()
+        self._start = rollback.Checkpoint(self.caches, self._length, with_windows=True)
+        rollback.set_stepwise(self.caches, False)
+        try:
+            for start in range(0, tokens.size, step_size):
+                chunk = tokens[start : start + step_size]
+                _, features = self._run([chunk], rollback.Checkpoint(self.caches, self._length, with_windows=True))
+                self._length += chunk.size
+                on_features(features)
+                mx.eval(features, [cache.state for cache in self.caches])
+                progress(start + chunk.size)
+                mx.clear_cache()
+        finally:
+            rollback.set_stepwise(self.caches, True)
 
     def verify(self, anchor: int | mx.array, drafts: mx.array) -> Scores:
         """Run the target over [anchor, drafts]: one pass, γ + 1 rows, uncommitted until commit. drafts: (γ,) ids."""
         block = mx.concatenate([mx.array(anchor).reshape(1).astype(mx.uint32), drafts])
-        logits, features = self._forward(block)
-        self._block_rows = block.size
-        return Scores(logits[0], features)
+        if self._waiting.size > self._block_size:
+            self._settle()
+        tokens = mx.concatenate([self._waiting, block])
+        parts = self._parts(tokens)
+        before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
+        logits, features = self._run(parts, before)
+        self._pass = _Pass(before, tokens, first=self._length, is_whole=len(parts) == 1)
+        self._waiting = tokens[:0]
+        self._length += block.size
+        return Scores(logits[0, -block.size :], features[:, -block.size :])
 
     def commit(self, num_rows: int) -> None:
         """Keep the first num_rows rows of the verified block, forget the rest.
 
-        May be called again, with fewer rows, until the next verify.
+        May be called again, with fewer rows, until the next verify; the caches then cover exactly what was kept.
         """
-        assert 0 <= num_rows <= self._block_rows, f"commit of {num_rows} rows out of {self._block_rows}"
-        rollback.drop_rows(self.caches, self._block_rows - num_rows)
-        self._block_rows = num_rows
+        latest = self._pass
+        assert 0 <= num_rows <= self._length - latest.first, f"commit of {num_rows} of {self._length - latest.first} rows"
+        if latest.first + num_rows < self._length:
+            self._length = latest.first + num_rows
+            self._go_back(latest)
+        if latest.is_committed:
+            self._settle()
+        latest.is_committed = True
+
+    def _go_back(self, latest: "_Pass") -> None:
+        """Let the caches keep what self._length says of the latest pass, or wait for it to be put in front of the next."""
+        before = latest.before
+        kept = self._length - before.length
+        if kept and (not before.recurrent or latest.is_whole and self._recurrences.rewind(before.recurrent, kept)):
+            if self._quantization is not None and self._length < self._quantization.start:
+                before.put_back(self.caches)
+            rollback.cut(self.caches, self._length)
+            self._waiting = latest.tokens[:0]
+        else:
+            before.restore(self.caches)
+            self._waiting = latest.tokens[:kept]
+        self._publish()
+
+    def _settle(self) -> None:
+        """Run the model over the committed tokens that the caches do not cover yet, if there are any."""
+        if self._waiting.size:
+            before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
+            self._run(self._parts(self._waiting), before)
+            self._waiting = self._waiting[:0]
+            mx.eval([cache.state for cache in self.caches])
 
     def can_rewind(self, length: int) -> bool:
         """Whether the caches can go back to covering the first `length` tokens only."""
-        return rollback.can_drop_rows(self.caches, self.length - length)
+        if self._start is not None and length == self._start.length:
+            return True
+        return rollback.can_drop_rows(self.caches, self._length - length)
 
     def rewind(self, length: int) -> None:
         """Go back to covering the first `length` tokens only."""
-        rollback.drop_rows(self.caches, self.length - length)
-        self._block_rows = 0
+        if self._start is not None and length == self._start.length:
+            self._start.restore(self.caches)
+        else:
+            rollback.cut(self.caches, length)
+        self._publish()
+        self._length, self._pass, self._start = length, None, None
 
-    def _forward(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """tokens: (T,). Returns logits (1, T, V) and context features (1, T, taps * D); all or no caches advance."""
-        before = rollback.lengths(self.caches)
+    def _parts(self, tokens: mx.array) -> list[mx.array]:
+        """Split the tokens (T,) of a verify where the rows kept so far become quantized: one-row steps would do so."""
+        covered = self._length - self._waiting.size
+        rows = tokens.size if self._quantization is None else self._quantization.rows_before(self.caches, covered)
+        return [part for part in (tokens[:rows], tokens[rows:]) if part.size]
+
+    def _run(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
+        """Run the model over tokens, in parts. Returns logits (1, T, V) and context features (1, T, taps * D).
+
+        If it raises, the caches are as they were before all parts.
+        """
+        outputs = []
         try:
-            with tapped(self.structure.layers, self.target_layer_ids) as outputs:
-                logits = self.model(tokens[None], cache=self.caches)
+            for part in parts:
+                with tapped(self.structure, self.target_layer_ids) as taps, self._recurrences.recorded(bool(before.recurrent)):
+                    logits = self.model(part[None], cache=self.caches)
+                outputs.append((logits, mx.concatenate([taps[i] for i in self.target_layer_ids], axis=-1)))
+                if self._quantization is not None:
+                    self._quantization.apply(self.caches)
         except BaseException:
-            for cache, length, now in zip(self.caches, before, rollback.lengths(self.caches)):
-                rollback.drop_rows([cache], now - length)
+            before.restore(self.caches)
             raise
-        return logits, mx.concatenate([outputs[i] for i in self.target_layer_ids], axis=-1)
+        finally:
+            self._publish()
+        if len(outputs) == 1:
+            return outputs[0]
+        return tuple(mx.concatenate(pieces, axis=1) for pieces in zip(*outputs))
+
+    def _publish(self) -> None:
+        """Show the caller's list the caches that replaced its own."""
+        self._shared[: len(self.caches)] = self.caches
+
+
+@dataclass
+class _Pass:
+    """A verify. before: the caches before it. tokens: those it ran over. first: number of tokens before its block.
+
+    is_whole: whether it was one call of the model.
+    """
+
+    before: rollback.Checkpoint
+    tokens: mx.array
+    first: int
+    is_whole: bool
+    is_committed: bool = False
 
 
 def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
@@ -160,7 +267,7 @@ def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
     structure = Structure(model)
     tokens = mx.arange(_PROBE)[None] % structure.vocab_size
     plain = model(tokens, cache=make_prompt_cache(model))
-    with tapped(structure.layers, target_layer_ids) as outputs:
+    with tapped(structure, target_layer_ids) as outputs:
         observed = model(tokens, cache=make_prompt_cache(model))
     missing = [i for i in target_layer_ids if i not in outputs]
     if missing:
@@ -185,46 +292,76 @@ def check_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> tuple[i
 
 
 @contextmanager
-def tapped(layers: list[nn.Module], layer_ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
-    """Record the outputs of some layers, by their number, of the forward passes made inside the scope."""
+def tapped(structure: Structure, layer_ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
+    """Record the outputs (1, T, D) of some layers, by their number, of the forward passes made inside the scope.
+
+    Of a layer that runs more than once in a pass, the last output counts.
+    """
     outputs: dict[int, mx.array] = {}
     with _scope:
-        originals = {i: layers[i] for i in set(layer_ids)}
+        places = [(container, key, i) for i in set(layer_ids) for container, key in structure.places[i]]
         try:
-            for i, layer in originals.items():
-                layers[i] = _Tap(layer, lambda out, i=i: outputs.__setitem__(i, out))
+            for container, key, i in places:
+                put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
+                put(container, key, _Tap(structure.layers[i], lambda out, i=i: outputs.__setitem__(i, _hidden_states(out))))
             yield outputs
         finally:
-            for i, layer in originals.items():
-                layers[i] = layer
+            for container, key, i in places:
+                put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
+                put(container, key, structure.layers[i])
 
 
-def _layer_list(model: nn.Module) -> list[nn.Module]:
-    """The list object that the model iterates; model.layers may be a copy of it."""
-    layers = getattr(model, "layers", None)
+def _hidden_states(out: Any) -> Any:
+    """The (1, T, D) hidden states in what a layer returned: itself, or the first of several things."""
+    if isinstance(out, (tuple, list)):
+        out = out[0]
+    # Several residual streams count as one wide one.
+    return out.flatten(2) if isinstance(out, mx.array) and out.ndim > 3 else out
+
+
+def _find_layers(model: nn.Module) -> tuple[list[nn.Module], list[list[tuple[Any, Any]]]]:
+    """The layers, and for each the containers and keys where the model keeps it; model.layers may be a copy."""
+    layers = list(getattr(model, "layers", None) or ())
     if not layers:
         raise ValueError(f"{type(model).__module__} has no layers; expected a model of mlx-lm with the attribute 'layers'")
-    found = [
-        value
-        for _, module in model.named_modules()
-        for value in module.values()
-        if isinstance(value, list) and len(value) == len(layers) and all(a is b for a, b in zip(value, layers))
-    ]
-    if not found:
-        raise ValueError(f"no list of {len(layers)} layers was found inside {type(model).__module__}")
-    return found[0]
+    places: dict[int, list[tuple[Any, Any]]] = {id(layer): [] for layer in layers}
+
+    def look(container: dict | list) -> None:
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if id(value) in places:
+                places[id(value)].append((container, key))
+            elif isinstance(value, list) or type(value) is dict:
+                look(value)
+
+    for _, module in model.named_modules():
+        look(module)
+    lost = [i for i, layer in enumerate(layers) if not places[id(layer)]]
+    if lost:
+        raise ValueError(f"the layers {lost} of {type(model).__module__} were not found in any list or attribute of its modules")
+    return layers, [places[id(layer)] for layer in layers]
 
 
-def _find(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> nn.Module | None:
-    for path, module in model.named_modules():
-        if matches(path.rpartition(".")[2], module):
+def _outside(model: nn.Module, layers: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The last names and modules of a model that are not part of a layer."""
+    inside = {id(m) for layer in layers for _, m in layer.named_modules()}
+    return [(path.rpartition(".")[2], m) for path, m in model.named_modules() if id(m) not in inside]
+
+
+def _find_embedding(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
+    tables = [(name, m) for name, m in _outside(model, layers) if hasattr(m, "as_linear")]
+    for wanted in _EMBEDDING_NAMES:
+        for name, module in tables:
+            if name == wanted:
+                return module
+    raise ValueError(
+        f"no token embedding was found in {type(model).__module__}; looked for a module with as_linear named "
+        f"{', '.join(_EMBEDDING_NAMES)}, found {', '.join(name for name, _ in tables) or 'none'}"
+    )
+
+
+def _find_head(model: nn.Module, layers: list[nn.Module], vocab_size: int) -> Callable[[mx.array], mx.array] | None:
+    """The module that turns hidden states into logits; None if the embedding does."""
+    for name, module in _outside(model, layers):
+        if name in _HEAD_NAMES and (name == "lm_head" or getattr(module, "weight", mx.zeros(0)).shape[0] == vocab_size):
             return module
     return None
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    for name in _EMBEDDING_NAMES:
-        found = _find(model, lambda n, m: n == name and hasattr(m, "as_linear"))
-        if found is not None:
-            return found
-    raise ValueError(f"no token embedding was found in {type(model).__module__}; looked for {', '.join(_EMBEDDING_NAMES)}")
