@@ -253,7 +253,9 @@ class KVQuantization:
     start: int = 5000
 
     def check(self, caches: list[Any]) -> None:
-        """Raise ValueError if mlx-lm cannot quantize one of the caches."""
+        """Raise ValueError if mlx-lm cannot quantize that way, or not one of the caches."""
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"kv_bits must be 2, 4 or 8, got {self.bits}")
         if any(isinstance(cache, RotatingKVCache) for cache in caches):
             raise ValueError(
                 f"kv_bits = {self.bits}: mlx-lm cannot quantize the KV cache of a sliding window; leave out kv_bits, and max_kv_size with it"

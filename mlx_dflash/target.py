@@ -114,6 +114,13 @@ class Target:
         """Number of committed tokens."""
         return self._length
 
+    @property
+    def way_back(self) -> str:
+        """How refused tokens leave the caches: "rows" are cut, a "recurrence" or, by "replay", the model runs again."""
+        if not rollback.Checkpoint(self.caches, 0).recurrent:
+            return "rows"
+        return "recurrence" if self._recurrences.works else "replay"
+
     def reserve(self, tokens: int) -> None:
         """Make room for this many tokens in all at the next growth."""
         for cache in rollback.leaves(self.caches):

@@ -1,10 +1,32 @@
-"""A tiny configuration of every model type of mlx-lm, and how the target of each is checked.
+"""A tiny model of every type that mlx-lm knows, and how each takes back refused tokens.
 
 The configurations hold sizes that one table shares, and for each type what it needs besides. Windows are 8 tokens, so
 that short texts wrap them; the vocabulary is 10 tokens, so that drafts are kept and refused in turn.
+`python tests/models.py` prints the table of the README.
 """
 
+import importlib
 import json
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+# Types that mlx-lm itself cannot run here.
+NOT_ON_CPU = {
+    "bitnet": "its linear layers are a Metal kernel",
+    "muse_spark": "its attention is a Metal kernel",
+    "olmo": "needs the package ai2-olmo",
+}
+# Types that keep a state which can be run again from its recorded inputs, and those whose kept tokens run again.
+RECURRENCE = (
+    "bailing_moe_v3", "falcon_h1", "granitemoehybrid", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "mamba2",
+    "nemotron_h", "olmo_hybrid", "plamo2", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+)  # fmt: skip
+REPLAY = (
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "deepseek_v41", "gear", "jamba", "longcat_flash_ngram", "mamba",
+    "recurrent_gemma", "rwkv7",
+)  # fmt: skip
 
 _COMMON = dict(
     vocab_size=10, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -42,6 +64,12 @@ _CONV = ["conv", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 _DELTA = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}, "full_attention_interval": 2}
 _KDA = {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
+# A 2-bit pack, of the embedding alone.
+_PACK = dict(
+    schema_version=2, tensor_namespace="mlx-vlm-qwen3_5", quantization={"bits": 2, "group_size": 128, "mode": "affine"},
+    modules=[{"path": "model.embed_tokens", "embedding": True, "dtype": "float16", "block": 0}],
+)  # fmt: skip
+# Types that hold the config of a text model, and whose.
 _EMBEDDED = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "kimi_vl": "deepseek_v3",
     "lfm2-vl": "lfm2", "mistral3": "ministral3", "pixtral": "llama", "qwen2_vl": "qwen2", "qwen3_5": "qwen3_5",
@@ -215,14 +243,46 @@ _OWN = {
 
 
 def config(model_type, **changes):
-    """The config of a tiny model of this type, a fresh dict."""
-    own = {**_COMMON, **_OWN.get(_EMBEDDED.get(model_type, model_type), {}), **changes}
+    """The config of a tiny model of this type, a fresh dict. changes: of the common sizes and the type's own."""
     inner = _EMBEDDED.get(model_type)
-    if model_type in ("qwen3_5_moe",):
+    own = {**_COMMON, **_OWN[inner or model_type], **changes}
+    if model_type == "qwen3_5_moe":
         own["num_experts"] = 4
+    if model_type == "prism_hadamard_qwen35":
+        own |= dict(hidden_size=128, num_experts=0)
     if inner is not None:
-        own = {"text_config": {**own, "model_type": inner}, "vocab_size": own["vocab_size"]}
+        own = {"text_config": {**own, "model_type": inner}, "vocab_size": own["vocab_size"], **_PACK}
     return json.loads(json.dumps({**own, "model_type": model_type}))
 
 
+def build(model_type, seed=0, **changes):
+    """A model of this type with seeded float32 weights, evaluated, in eval mode."""
+    args = config(model_type, **changes)
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    model = module.Model(module.ModelArgs.from_dict(args))
+    rng = np.random.RandomState(seed)
+    weights = []
+    for name, value in sorted(tree_flatten(model.parameters())):
+        noise = rng.standard_normal(value.shape)
+        if value.dtype == mx.uint32:
+            array = rng.randint(0, 2**32, value.shape, dtype=np.uint32)
+        elif name.endswith("A_log"):
+            array = np.log(1 + np.abs(noise))
+        elif value.ndim > 1:
+            array = 0.3 * noise
+        else:  # Norms stay near what they start as, one or zero.
+            array = float(value.reshape(-1)[0]) + 0.1 * noise
+        weights.append((name, mx.array(array).astype(value.dtype if value.dtype == mx.uint32 else mx.float32)))
+    model.update(tree_unflatten(weights))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def way(model_type):
+    """How a target of this type takes back refused tokens: "rows", "recurrence" or "replay"."""
+    return "recurrence" if model_type in RECURRENCE else "replay" if model_type in REPLAY else "rows"
+
+
 MODEL_TYPES = tuple(sorted({*_OWN, *_EMBEDDED}, key=str.lower))
+CPU_TYPES = tuple(name for name in MODEL_TYPES if name not in NOT_ON_CPU)
