@@ -116,6 +116,7 @@ class WindowedKVCache(RotatingKVCache):
         self.start = 0
         self.slack = slack
         self.is_stepwise = True
+        self._shown = 0  # first position that the latest update_and_fetch returned, but for the kept ones
         self._first_keys = self._first_values = None
 
     @classmethod
@@ -137,7 +138,8 @@ class WindowedKVCache(RotatingKVCache):
         """As mlx-lm's RotatingKVCache stores it: keys, values, offset, keep, max_size, index of the next row."""
         if self.keys is None:
             return None, None, self.offset, self.keep, self.max_size, 0
-        keys, values = self.keys_and_values()
+        first = max(self.start, self.offset - self.max_size + self.keep)
+        keys, values = self._seen(first if first > self.keep else 0, self.offset)
         return keys, values, self.offset, self.keep, self.max_size, keys.shape[2]
 
     @state.setter
@@ -200,14 +202,14 @@ class WindowedKVCache(RotatingKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append rows (B, H, L, d); return the rows that they attend to."""
+        self._shown = self.first_position(keys.shape[2])
         fetched = self.write_block(keys, values)
         self.offset += keys.shape[2]
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The rows that mlx-lm would keep, in temporal order."""
-        first = max(self.start, self.offset - self.max_size + self.keep)
-        return self._seen(first if first > self.keep else 0, self.offset)
+        """What the latest update_and_fetch returned, for layers that share the rows of another."""
+        return self._seen(self._shown, self.offset)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
         """Return the attention mask of the next N rows over what update_and_fetch will return for them."""

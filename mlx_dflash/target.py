@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ class Scores:
 class _Tap:
     """Stands in a layer list for a layer and records what it returns, in the thread that opened the scope."""
 
-    def __init__(self, layer: nn.Module, record: Callable[[mx.array], None]):
+    def __init__(self, layer: nn.Module, record: Callable[[Any], None]):
         self._layer, self._record, self._thread = layer, record, threading.get_ident()
 
     def __call__(self, *args, **kwargs):
@@ -48,6 +49,22 @@ class _Tap:
         return getattr(self._layer, name)
 
 
+class _Entrance(_Tap):
+    """Stands for a layer whose parts the model calls itself; records what the part that it calls first is given."""
+
+    _first: str | None = None
+
+    def __getattr__(self, name: str):
+        part = getattr(self._layer, name)
+        return partial(self._enter, name, part) if isinstance(part, nn.Module) and self._first in (None, name) else part
+
+    def _enter(self, name: str, part: nn.Module, *args, **kwargs):
+        if self._first in (None, name) and threading.get_ident() == self._thread:
+            self._first = name
+            self._record(args[0])
+        return part(*args, **kwargs)
+
+
 class Structure:
     """Where a model keeps its layers, its embedding and its head, found by structure.
 
@@ -56,6 +73,7 @@ class Structure:
 
     def __init__(self, model: nn.Module):
         self.layers, self.places = _find_layers(model)
+        self.calls_layers = True  # until it is seen to call their parts itself
         self.embedding = _find_embedding(model, self.layers)
         head = _find_head(model, self.layers, self.vocab_size)
         self.unembed: Callable[[mx.array], mx.array] = self.embedding.as_linear if head is None else head
@@ -235,7 +253,11 @@ class Target:
             for part in parts:
                 with tapped(self.structure, self.target_layer_ids) as taps, self._recurrences.recorded(bool(before.recurrent)):
                     logits = self.model(part[None], cache=self.caches)
-                outputs.append((logits, mx.concatenate([taps[i] for i in self.target_layer_ids], axis=-1)))
+                if not taps and self.structure.calls_layers:
+                    self.structure.calls_layers = False
+                    before.restore(self.caches)
+                    return self._run(parts, before)
+                outputs.append((logits, _features(taps, self.target_layer_ids, part.size, self.model)))
                 if self._quantization is not None:
                     self._quantization.apply(self.caches)
         except BaseException:
@@ -274,14 +296,14 @@ def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
     structure = Structure(model)
     tokens = mx.arange(_PROBE)[None] % structure.vocab_size
     plain = model(tokens, cache=make_prompt_cache(model))
-    with tapped(structure, target_layer_ids) as outputs:
-        observed = model(tokens, cache=make_prompt_cache(model))
-    missing = [i for i in target_layer_ids if i not in outputs]
-    if missing:
-        raise ValueError(f"{type(model).__module__} never calls the entries {missing} of its layer list, so they cannot be tapped")
-    widths = {outputs[i].shape[-1] for i in target_layer_ids}
-    if len(widths) != 1 or any(outputs[i].shape[:2] != tokens.shape for i in target_layer_ids):
-        raise ValueError(f"the tapped layers return shapes {[outputs[i].shape for i in target_layer_ids]}; expected (1, {_PROBE}, D)")
+    outputs: dict[int, Any] = {}
+    while not outputs:
+        with tapped(structure, target_layer_ids) as outputs:
+            observed = model(tokens, cache=make_prompt_cache(model))
+        if not (outputs or structure.calls_layers):
+            break
+        structure.calls_layers = bool(outputs)
+    features = _features(outputs, target_layer_ids, _PROBE, model)
     if not mx.array_equal(plain, observed, equal_nan=True).item():
         raise ValueError(f"tapping layers {list(target_layer_ids)} of {type(model).__module__} changes its logits")
     return widths.pop()
@@ -299,31 +321,50 @@ def check_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> tuple[i
 
 
 @contextmanager
-def tapped(structure: Structure, layer_ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
-    """Record the outputs (1, T, D) of some layers, by their number, of the forward passes made inside the scope.
+def tapped(structure: Structure, layer_ids: Sequence[int]) -> Iterator[dict[int, Any]]:
+    """Record the outputs of some layers, by their number, of the forward passes made inside the scope.
 
     Of a layer that runs more than once in a pass, the last output counts.
     """
-    outputs: dict[int, mx.array] = {}
+    outputs: dict[int, Any] = {}
     with _scope:
-        places = [(container, key, i) for i in set(layer_ids) for container, key in structure.places[i]]
+        # What a layer returns is what the next one is given.
+        kind, shift = (_Tap, 0) if structure.calls_layers else (_Entrance, 1)
+        places = [(*place, i) for i in set(layer_ids) if i + shift < len(structure.layers) for place in structure.places[i + shift]]
         try:
             for container, key, i in places:
-                put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
-                put(container, key, _Tap(structure.layers[i], lambda out, i=i: outputs.__setitem__(i, _hidden_states(out))))
+                _put(container, key, kind(structure.layers[i + shift], lambda out, i=i: outputs.__setitem__(i, out)))
             yield outputs
         finally:
             for container, key, i in places:
-                put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
-                put(container, key, structure.layers[i])
+                _put(container, key, structure.layers[i + shift])
 
 
-def _hidden_states(out: Any) -> Any:
-    """The (1, T, D) hidden states in what a layer returned: itself, or the first of several things."""
-    if isinstance(out, (tuple, list)):
-        out = out[0]
-    # Several residual streams count as one wide one.
-    return out.flatten(2) if isinstance(out, mx.array) and out.ndim > 3 else out
+def _put(container: dict | list, key: Any, value: Any) -> None:
+    """Replace an entry where it is, also in a module, which would register it anew."""
+    (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
+
+
+def _features(outputs: dict[int, Any], layer_ids: Sequence[int], tokens: int, model: nn.Module) -> mx.array:
+    """The context features (1, T, taps * D) in what the layers returned for T tokens.
+
+    Of several things a layer returns the first counts; several residual streams count as one wide one.
+    Raises ValueError for a layer that returned nothing, or no hidden states.
+    """
+    missing = [i for i in layer_ids if i not in outputs]
+    if missing:
+        raise ValueError(f"{type(model).__module__} never calls the entries {missing} of its layer list, so they cannot be tapped")
+    taps = []
+    for i in layer_ids:
+        out = outputs[i]
+        if isinstance(out, (tuple, list)):
+            out = out[0]
+        if out.ndim == 4 and out.shape[:2] != (1, tokens):  # (streams, 1, T, D)
+            out = out.transpose(1, 2, 0, 3)
+        if out.ndim < 3 or out.shape[:2] != (1, tokens):
+            raise ValueError(f"layer {i} of {type(model).__module__} returns {out.shape} for {tokens} tokens; expected (1, {tokens}, D)")
+        taps.append(out.reshape(1, tokens, -1))
+    return mx.concatenate(taps, axis=-1)
 
 
 def _find_layers(model: nn.Module) -> tuple[list[nn.Module], list[list[tuple[Any, Any]]]]:

@@ -20,11 +20,11 @@ NOT_ON_CPU = {
 }
 # Types that keep a state which can be run again from its recorded inputs, and those whose kept tokens run again.
 RECURRENCE = (
-    "bailing_moe_v3", "falcon_h1", "granitemoehybrid", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "mamba2",
+    "bailing_moe_v3", "falcon_h1", "gear", "granitemoehybrid", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "mamba2",
     "nemotron_h", "olmo_hybrid", "plamo2", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next",
 )  # fmt: skip
 REPLAY = (
-    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "deepseek_v41", "gear", "jamba", "longcat_flash_ngram", "mamba",
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "deepseek_v41", "jamba", "longcat_flash_ngram", "mamba",
     "recurrent_gemma", "rwkv7",
 )  # fmt: skip
 
@@ -100,7 +100,7 @@ _OWN = {
     "deepseek_v2": dict(rope_scaling={"factor": 2, "type": "yarn", "original_max_position_embeddings": 64}),
     "deepseek_v3": {},
     "deepseek_v32": {},
-    "deepseek_v41": dict(compress_ratios=[1, 4, 4, 1], o_groups=2, o_lora_rank=8, hc_mult=2),
+    "deepseek_v41": dict(compress_ratios=[1, 4, 4, 1], o_groups=2, o_lora_rank=8, hc_mult=2, hc_sinkhorn_iters=2),
     "dots1": {},
     "ernie4_5": {},
     "ernie4_5_moe": {},

@@ -35,7 +35,7 @@ def speculate(model, prompt, temperature, block_size, accepts):
     """Run a session whose rounds keep `accepts` drafts in turn. Returns mlx-lm's tokens, ours, and the session."""
     sampler = make_sampler(temp=temperature)
     expected = plain_tokens(model, prompt, NEW_TOKENS, sampler, seed=11)
-    taps = [0, len(model.layers) - 1]
+    taps = [0, len(model.layers) - 2]
     target = Target(model, taps, block_size=block_size)
     drafter = OracleDrafter(prompt, expected, accepts, block_size - 1)
     session = Session(target, drafter, Dice(sampler), max_tokens=NEW_TOKENS)
@@ -63,7 +63,9 @@ def check_tokens(expected, emissions):
 
 def contents(cache):
     """What counts of a cache, as name -> array."""
-    if isinstance(cache, (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache)):
+    if isinstance(cache, RotatingKVCache):
+        return dict(tree_flatten(cache.state[:2]))
+    if isinstance(cache, (KVCache, QuantizedKVCache, ChunkedKVCache)):
         return dict(tree_flatten(cache.keys_and_values())) if cache.offset else {}
     return {name: value for name, value in tree_flatten(cache.__dict__) if isinstance(value, mx.array)}
 
