@@ -240,7 +240,9 @@ class Target:
     def _parts(self, tokens: mx.array) -> list[mx.array]:
         """Split the tokens (T,) of a verify where the rows kept so far become quantized: one-row steps would do so."""
         covered = self._length - self._waiting.size
-        rows = tokens.size if self._quantization is None else self._quantization.rows_before(self.caches, covered)
+        rows = tokens.size
+        if self._quantization is not None:
+            rows = min(rows, self._quantization.rows_before(self.caches, covered))
         return [part for part in (tokens[:rows], tokens[rows:]) if part.size]
 
     def _run(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:

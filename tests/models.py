@@ -212,7 +212,8 @@ _OWN = {
     ),
     "phi": {},
     "phi3": {},
-    "phi3small": dict(dense_attention_every_n_layers=2, ff_intermediate_size=48, gegelu_limit=20.0),
+    # It masks some ids of its tokenizer, so the vocabulary must hold them.
+    "phi3small": dict(vocab_size=100352, dense_attention_every_n_layers=2, ff_intermediate_size=48, gegelu_limit=20.0),
     "phimoe": dict(rope_scaling={"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.1] * 4, "long_mscale": 1.2, "short_mscale": 1.0}),
     "phixtral": dict(num_vocab=10, model_dim=32, rotary_dim=4),
     "plamo": dict(n_shared_head=2),
@@ -286,3 +287,43 @@ def way(model_type):
 
 MODEL_TYPES = tuple(sorted({*_OWN, *_EMBEDDED}, key=str.lower))
 CPU_TYPES = tuple(name for name in MODEL_TYPES if name not in NOT_ON_CPU)
+
+
+def families_table():
+    """The README's table of targets, in Markdown: what the layers keep, how refused tokens leave it, which types."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from mlx_dflash import rollback
+
+    names = {
+        "KVCache": "rows", "RotatingKVCache": "windows", "ChunkedKVCache": "chunks", "ArraysCache": "recurrent state",
+        "LayerCache": "compressed rows",
+    }  # fmt: skip
+    verbs = {
+        "rows": "they are cut off",
+        "recurrence": "rows are cut off; only the recurrence runs again, from recorded inputs (fast)",
+        "replay": "back to the state before the block; the kept tokens run in front of the next verify (general)",
+    }
+    groups = {}
+    for model_type in CPU_TYPES:
+        kinds = {names[type(c).__name__] for c in rollback.leaves(make_prompt_cache(build(model_type)))}
+        key = ["rows", "recurrence", "replay"].index(way(model_type)), " and ".join(k for k in names.values() if k in kinds)
+        groups.setdefault(key, []).append(model_type)
+    lines = ["| The layers keep | After a refusal | Types |", "|---|---|---|"]
+    for (order, kept), types in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        listed = ", ".join(f"`{t}`" for t in types)
+        lines.append(f"| {kept} | {list(verbs.values())[order]} | {len(types)}: {listed} |")
+    left_out = "; ".join(f"`{name}` ({reason})" for name, reason in NOT_ON_CPU.items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{len(CPU_TYPES)} of mlx-lm's {len(MODEL_TYPES)} model types are tested: tiny random models, greedy and sampled, prompts of 1, 5 "
+            "and 40 tokens, blocks of 2, 6 and 16, every number of kept drafts; the tokens are those of mlx-lm, and the caches afterwards "
+            f"those of a fresh pass over the text. Not tested, because mlx-lm itself does not run them on a CPU: {left_out}.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(families_table())
