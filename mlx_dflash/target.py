@@ -21,6 +21,7 @@ from .cache import KVQuantization
 _EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "token_embeddings", "wte", "embedding", "embeddings", "embed_in", "embed")
 _HEAD_NAMES = ("lm_head", "output", "embed_out")
 _PROBE = 4  # tokens
+_PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below
 # One scope at a time: a layer list is shared by all sequences of its model.
 _scope = threading.RLock()
 
@@ -293,22 +294,30 @@ class _Pass:
 def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
     """Check on a few tokens that tapping changes no bit of the logits; return the width of one tap.
 
-    Raises ValueError if it does, or if a tapped layer returns no hidden states.
+    Raises ValueError if it does, if a tapped layer returns no hidden states, or if the model computes several tokens
+    at once otherwise than one after the other.
     """
     structure = Structure(model)
     tokens = mx.arange(_PROBE)[None] % structure.vocab_size
     plain = model(tokens, cache=make_prompt_cache(model))
-    outputs: dict[int, Any] = {}
-    while not outputs:
+    for structure.calls_layers in (True, False):
         with tapped(structure, target_layer_ids) as outputs:
             observed = model(tokens, cache=make_prompt_cache(model))
-        if not (outputs or structure.calls_layers):
+        if outputs:
             break
-        structure.calls_layers = bool(outputs)
     features = _features(outputs, target_layer_ids, _PROBE, model)
     if not mx.array_equal(plain, observed, equal_nan=True).item():
         raise ValueError(f"tapping layers {list(target_layer_ids)} of {type(model).__module__} changes its logits")
-    return widths.pop()
+    caches = make_prompt_cache(model)
+    steps = mx.concatenate([model(tokens[:, i : i + 1], cache=caches) for i in range(_PROBE)], axis=1)
+    plain, steps = (mx.where(mx.isfinite(x), x, 0).astype(mx.float32) for x in (plain, steps))
+    error, spread = mx.abs(plain - steps).max().item(), (steps.max() - steps.min()).item()
+    if error > _PROBE_TOLERANCE * spread:
+        raise ValueError(
+            f"{type(model).__module__} of mlx-lm gives other logits for {_PROBE} tokens at once than one by one (off by {error:.2g} "
+            f"of {spread:.2g}), so it cannot verify a block"
+        )
+    return features.shape[-1] // len(target_layer_ids)
 
 
 def check_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
