@@ -15,7 +15,10 @@ from mlx.utils import tree_flatten
 
 from .draft.config import DraftConfig
 from .draft.model import DraftModel
-from .target import Structure, check_layer_ids, probe
+from .kernels import Kernels
+from .kernels.record import Record, default_path
+from .structure import Structure, check_layer_ids
+from .target import probe
 
 _DRAFT_FILES = ["*.json", "*.safetensors"]
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
@@ -61,10 +64,14 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def load_draft(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision: str | None = None) -> DraftModel:
+def load_draft(
+    path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision: str | None = None, kernels: str = "auto"
+) -> DraftModel:
     """Load a DFlash draft from a folder or hub repository as published, or as converted; "demo" is the demo pair's.
 
-    dtype: element type of weights and activations, None for the checkpoint's own.
+    dtype: element type of weights and activations, None for the checkpoint's own. kernels: "auto" uses our Metal
+    kernels, for the draft and for its target's verify, where they passed their self-check on this machine and are
+    faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
     """
     if path_or_hf_repo == "demo":
@@ -80,7 +87,8 @@ def load_draft(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision:
         )
     config = DraftConfig.from_dict(config_dict)
     weights = _draft_weights(_read_weights(path), config, path)
-    draft = DraftModel(config, has_mask_embedding="mask_embedding" in weights)
+    chooser = Kernels(kernels, Record(default_path()))
+    draft = DraftModel(config, has_mask_embedding="mask_embedding" in weights, kernels=chooser)
     if config.quantization:
         _quantize(draft, config.quantization, weights)
     _check_weights(draft, weights, path)

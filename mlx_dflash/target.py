@@ -1,14 +1,12 @@
 """A frozen mlx-lm model as the target of one sequence: prefill, verify, commit.
 
-Observes the model's layers, never changes them: the tapped entries of its layer list record their output inside a
-scope and are restored when it ends. Knows mlx-lm's models and caches (with rollback.py); knows nothing of drafts.
+Taps, kernels and recorders come and go with each pass. Knows mlx-lm's models and caches, with structure.py and
+rollback.py; knows nothing of drafts.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,13 +15,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from . import rollback
 from .cache import KVQuantization
+from .kernels import Kernels
+from .structure import Structure, by_kernels, check_layer_ids, features_of, quantized_linears, tapped
 
-_EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "token_embeddings", "wte", "embedding", "embeddings", "embed_in", "embed")
-_HEAD_NAMES = ("lm_head", "output", "embed_out")
 _PROBE = 4  # tokens
 _PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below
-# One scope at a time: a layer list is shared by all sequences of its model.
-_scope = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -34,67 +30,14 @@ class Scores:
     features: mx.array
 
 
-class _Tap:
-    """Stands in a layer list for a layer and records what it returns, in the thread that opened the scope."""
-
-    def __init__(self, layer: nn.Module, record: Callable[[Any], None]):
-        self._layer, self._record, self._thread = layer, record, threading.get_ident()
-
-    def __call__(self, *args, **kwargs):
-        out = self._layer(*args, **kwargs)
-        if threading.get_ident() == self._thread:
-            self._record(out)
-        return out
-
-    def __getattr__(self, name: str):
-        return getattr(self._layer, name)
-
-
-class _Entrance(_Tap):
-    """Stands for a layer whose parts the model calls itself; records what the part that it calls first is given."""
-
-    _first: str | None = None
-
-    def __getattr__(self, name: str):
-        part = getattr(self._layer, name)
-        return partial(self._enter, name, part) if isinstance(part, nn.Module) and self._first in (None, name) else part
-
-    def _enter(self, name: str, part: nn.Module, *args, **kwargs):
-        if self._first in (None, name) and threading.get_ident() == self._thread:
-            self._first = name
-            self._record(args[0])
-        return part(*args, **kwargs)
-
-
-class Structure:
-    """Where a model keeps its layers, its embedding and its head, found by structure.
-
-    Raises ValueError that says what was looked for.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.layers, self.places = _find_layers(model)
-        self.calls_layers = True  # until it is seen to call their parts itself
-        self.embedding = _find_embedding(model, self.layers)
-        head = _find_head(model, self.layers, self.vocab_size)
-        self.unembed: Callable[[mx.array], mx.array] = self.embedding.as_linear if head is None else head
-
-    @property
-    def vocab_size(self) -> int:
-        return self.embedding.weight.shape[0]
-
-    def embed(self, ids: mx.array) -> mx.array:
-        """ids: (B, T). Returns (B, T, D), rows of the embedding table."""
-        return self.embedding(ids)
-
-
 class Target:
     """A model seen by one sequence.
 
     target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache,
     and whatever stands behind it in the same list; its entries are replaced, in place, by ones that can roll back.
-    block_size: most rows of a verify. quantization: of the rows that the caches keep. length: number of tokens that
-    the caches cover, for caches that do not know it.
+    block_size: most rows of a verify. kernels: may run a verify's attention and quantized products; without them,
+    stock MLX operations do. quantization: of the rows that the caches keep. length: number of tokens that the caches
+    cover, for caches that do not know it.
     Between calls the caches cover the committed tokens, except some that may wait in front of the next verify.
     Raises ValueError for layers the model does not have, and for caches that cannot roll back or be quantized.
     """
@@ -105,11 +48,14 @@ class Target:
         target_layer_ids: Sequence[int],
         caches: list[Any] | None = None,
         block_size: int = 16,
+        kernels: Kernels | None = None,
         *,
         quantization: KVQuantization | None = None,
         length: int = 0,
     ):
         self.model = model
+        self.kernels = kernels or Kernels("off")
+        self._linears: list[tuple[nn.Module, str, nn.QuantizedLinear]] | None = None
         self.structure = Structure(model)
         self.target_layer_ids = check_layer_ids(target_layer_ids, len(self.structure.layers))
         own = make_prompt_cache(model)
@@ -181,7 +127,8 @@ class Target:
         tokens = mx.concatenate([self._waiting, block])
         parts = self._parts(tokens)
         before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
-        logits, features = self._run(parts, before)
+        run = self._run_by_kernels if self.kernels.can_run else self._run
+        logits, features = run(parts, before)
         self._pass = _Pass(before, tokens, first=self._length, is_whole=len(parts) == 1)
         self._waiting = tokens[:0]
         self._length += block.size
@@ -260,7 +207,7 @@ class Target:
                     self.structure.calls_layers = False
                     before.restore(self.caches)
                     return self._run(parts, before)
-                outputs.append((logits, _features(taps, self.target_layer_ids, part.size, self.model)))
+                outputs.append((logits, features_of(taps, self.target_layer_ids, part.size, self.model)))
                 if self._quantization is not None:
                     self._quantization.apply(self.caches)
         except BaseException:
@@ -271,6 +218,18 @@ class Target:
         if len(outputs) == 1:
             return outputs[0]
         return tuple(mx.concatenate(pieces, axis=1) for pieces in zip(*outputs))
+
+    def _run_by_kernels(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
+        """As _run, with kernels where they are chosen, and again without them if the result is not finite."""
+        started = time.perf_counter()
+        if self._linears is None:
+            self._linears = quantized_linears(self.model)
+        with by_kernels(self._linears, self.kernels):
+            result = self._run(parts, before)
+        if self.kernels.distrusts(result[0], started):
+            before.restore(self.caches)
+            result = self._run(parts, before)
+        return result
 
     def _publish(self) -> None:
         """Show the caller's list the caches that replaced its own."""
@@ -305,7 +264,7 @@ def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
             observed = model(tokens, cache=make_prompt_cache(model))
         if outputs:
             break
-    features = _features(outputs, target_layer_ids, _PROBE, model)
+    features = features_of(outputs, target_layer_ids, _PROBE, model)
     if not mx.array_equal(plain, observed, equal_nan=True).item():
         raise ValueError(f"tapping layers {list(target_layer_ids)} of {type(model).__module__} changes its logits")
     caches = make_prompt_cache(model)
@@ -318,109 +277,3 @@ def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
             f"of {spread:.2g}), so it cannot verify a block"
         )
     return features.shape[-1] // len(target_layer_ids)
-
-
-def check_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the tap layers. Raises ValueError if one is not a layer of the target."""
-    wrong = [i for i in target_layer_ids if not 0 <= i < num_layers]
-    if wrong:
-        raise ValueError(
-            f"the draft taps layers {list(target_layer_ids)}, but the target has {num_layers} layers, 0 to {num_layers - 1}; "
-            "was the draft trained for another target?"
-        )
-    return tuple(target_layer_ids)
-
-
-@contextmanager
-def tapped(structure: Structure, layer_ids: Sequence[int]) -> Iterator[dict[int, Any]]:
-    """Record the outputs of some layers, by their number, of the forward passes made inside the scope.
-
-    Of a layer that runs more than once in a pass, the last output counts.
-    """
-    outputs: dict[int, Any] = {}
-    with _scope:
-        # What a layer returns is what the next one is given.
-        kind, shift = (_Tap, 0) if structure.calls_layers else (_Entrance, 1)
-        places = [(*place, i) for i in set(layer_ids) if i + shift < len(structure.layers) for place in structure.places[i + shift]]
-        try:
-            for container, key, i in places:
-                _put(container, key, kind(structure.layers[i + shift], lambda out, i=i: outputs.__setitem__(i, out)))
-            yield outputs
-        finally:
-            for container, key, i in places:
-                _put(container, key, structure.layers[i + shift])
-
-
-def _put(container: dict | list, key: Any, value: Any) -> None:
-    """Replace an entry where it is, also in a module, which would register it anew."""
-    (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
-
-
-def _features(outputs: dict[int, Any], layer_ids: Sequence[int], tokens: int, model: nn.Module) -> mx.array:
-    """The context features (1, T, taps * D) in what the layers returned for T tokens.
-
-    Of several things a layer returns the first counts; several residual streams count as one wide one.
-    Raises ValueError for a layer that returned nothing, or no hidden states.
-    """
-    missing = [i for i in layer_ids if i not in outputs]
-    if missing:
-        raise ValueError(f"{type(model).__module__} never calls the entries {missing} of its layer list, so they cannot be tapped")
-    taps = []
-    for i in layer_ids:
-        out = outputs[i]
-        if isinstance(out, (tuple, list)):
-            out = out[0]
-        if out.ndim == 4 and out.shape[:2] != (1, tokens):  # (streams, 1, T, D)
-            out = out.transpose(1, 2, 0, 3)
-        if out.ndim < 3 or out.shape[:2] != (1, tokens):
-            raise ValueError(f"layer {i} of {type(model).__module__} returns {out.shape} for {tokens} tokens; expected (1, {tokens}, D)")
-        taps.append(out.reshape(1, tokens, -1))
-    return mx.concatenate(taps, axis=-1)
-
-
-def _find_layers(model: nn.Module) -> tuple[list[nn.Module], list[list[tuple[Any, Any]]]]:
-    """The layers, and for each the containers and keys where the model keeps it; model.layers may be a copy."""
-    layers = list(getattr(model, "layers", None) or ())
-    if not layers:
-        raise ValueError(f"{type(model).__module__} has no layers; expected a model of mlx-lm with the attribute 'layers'")
-    places: dict[int, list[tuple[Any, Any]]] = {id(layer): [] for layer in layers}
-
-    def look(container: dict | list) -> None:
-        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if id(value) in places:
-                places[id(value)].append((container, key))
-            elif isinstance(value, list) or type(value) is dict:
-                look(value)
-
-    for _, module in model.named_modules():
-        look(module)
-    lost = [i for i, layer in enumerate(layers) if not places[id(layer)]]
-    if lost:
-        raise ValueError(f"the layers {lost} of {type(model).__module__} were not found in any list or attribute of its modules")
-    return layers, [places[id(layer)] for layer in layers]
-
-
-def _outside(model: nn.Module, layers: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The last names and modules of a model that are not part of a layer."""
-    inside = {id(m) for layer in layers for _, m in layer.named_modules()}
-    return [(path.rpartition(".")[2], m) for path, m in model.named_modules() if id(m) not in inside]
-
-
-def _find_embedding(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
-    tables = [(name, m) for name, m in _outside(model, layers) if hasattr(m, "as_linear")]
-    for wanted in _EMBEDDING_NAMES:
-        for name, module in tables:
-            if name == wanted:
-                return module
-    raise ValueError(
-        f"no token embedding was found in {type(model).__module__}; looked for a module with as_linear named "
-        f"{', '.join(_EMBEDDING_NAMES)}, found {', '.join(name for name, _ in tables) or 'none'}"
-    )
-
-
-def _find_head(model: nn.Module, layers: list[nn.Module], vocab_size: int) -> Callable[[mx.array], mx.array] | None:
-    """The module that turns hidden states into logits; None if the embedding does."""
-    for name, module in _outside(model, layers):
-        if name in _HEAD_NAMES and (name == "lm_head" or getattr(module, "weight", mx.zeros(0)).shape[0] == vocab_size):
-            return module
-    return None

@@ -19,7 +19,8 @@ from mlx_dflash.draft.drafter import Drafter
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.rollback import lengths
 from mlx_dflash.session import Session
-from mlx_dflash.target import Structure, Target
+from mlx_dflash.structure import Structure
+from mlx_dflash.target import Target
 
 PROMPT = [5, 17, 3, 40, 8]
 # What the order of float32 sums may change behind four layers; the row of another token differs by about one.
@@ -108,8 +109,11 @@ def assert_same(ours, plain, case=""):
 
 
 def rounding(logprobs):
-    """What two orders of the same float32 sums may differ by: 1e-5, or ten units of the last place of large values."""
-    return max(1e-5, 1.2e-6 * np.abs(logprobs).max())
+    """What two orders of the same float32 sums may differ by: 2e-5, or some units of the last place of large values.
+
+    mlx-lm's rotating cache holds its rows in another order than ours, so its sums run in another order.
+    """
+    return max(2e-5, 3e-6 * np.abs(logprobs).max())
 
 
 class Watch:

@@ -9,7 +9,8 @@ from harness import PROMPT, ROUNDING, Watch, assert_same_caches, draft_run, forc
 import mlx_dflash
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.drafter import Drafter
-from mlx_dflash.target import Structure, Target
+from mlx_dflash.structure import Structure
+from mlx_dflash.target import Target
 
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 PROMPTS = {n: np.random.RandomState(n).randint(0, 97, n).tolist() for n in (1, 2, 7, 40)}

@@ -12,6 +12,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from ..cache import GrowingKVCache, WindowedKVCache
+from ..kernels import Kernels, Sight
 from .config import SLIDING, DraftConfig
 
 ContextCache = GrowingKVCache | WindowedKVCache
@@ -20,12 +21,13 @@ ContextCache = GrowingKVCache | WindowedKVCache
 class Attention(nn.Module):
     """Attention of one draft layer: block queries over context K/V and block K/V."""
 
-    def __init__(self, config: DraftConfig, layer: int):
+    def __init__(self, config: DraftConfig, layer: int, kernels: Kernels):
         super().__init__()
+        self.kernels = kernels
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        self.is_causal = config.is_causal[layer]
+        window = config.sliding_window if config.layer_types[layer] == SLIDING else 0
+        self.sight = Sight(causal=config.is_causal[layer], window=window)
         H, d, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.q_proj = nn.Linear(H, self.num_heads * d, bias=bias)
         self.k_proj = nn.Linear(H, self.num_kv_heads * d, bias=bias)
@@ -35,7 +37,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
-        """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V go behind the context, uncommitted."""
+        """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V stay uncommitted."""
         L = x.shape[1]
         queries, keys, values = (
             projection(x).reshape(1, L, heads, self.head_dim)
@@ -47,22 +49,9 @@ class Attention(nn.Module):
         )
         queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, A, L, d)
         keys = rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, K, L, d)
-        mask = block_mask(L, cache.offset, cache.first_position(L), self.window, self.is_causal)
-        keys, values = cache.write_block(keys, values.transpose(0, 2, 1, 3))  # (1, K, rows + L, d)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
+        block = (keys, values.transpose(0, 2, 1, 3))  # (1, K, L, d) each
+        out = self.kernels.attend_block(queries, block, cache, self.sight, self.head_dim**-0.5)  # (1, A, L, d)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, L, -1))
-
-
-def block_mask(L: int, offset: int, first: int, window: int | None, is_causal: bool) -> mx.array | str | None:
-    """Return who sees whom: block rows at positions offset..offset+L-1 over keys at positions first..offset+L-1.
-
-    A key j is visible to a query at p while |p - j| < window and, if is_causal, j <= p. Returns None if all is
-    visible, "causal", or (L, keys) bool.
-    """
-    if window is None or offset + L - 1 - first < window:
-        return "causal" if is_causal else None
-    distance = mx.arange(offset, offset + L)[:, None] - mx.arange(first, offset + L)[None]
-    return (distance < window) & (distance >= (0 if is_causal else 1 - window))
 
 
 class MLP(nn.Module):
@@ -77,9 +66,9 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: DraftConfig, layer: int):
+    def __init__(self, config: DraftConfig, layer: int, kernels: Kernels):
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, kernels)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -93,15 +82,16 @@ class DraftModel(nn.Module):
     """A DFlash 1 draft: fc and hidden_norm make context rows out of target features, layers turn a block into hidden rows.
 
     mask_embedding: (H,) row that fills the mask slots in place of the target's embedding of the mask token; None
-    where the checkpoint has none.
+    where the checkpoint has none. kernels: runs the block's attention; without it, stock MLX operations do.
     """
 
-    def __init__(self, config: DraftConfig, has_mask_embedding: bool = False):
+    def __init__(self, config: DraftConfig, has_mask_embedding: bool = False, kernels: Kernels | None = None):
         super().__init__()
         self.config = config
+        self.kernels = kernels or Kernels("off")
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config, i) for i in range(config.num_layers)]
+        self.layers = [DraftLayer(config, i, self.kernels) for i in range(config.num_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if has_mask_embedding:
             self.mask_embedding = mx.zeros((config.hidden_size,))
@@ -187,4 +177,6 @@ def _fuse(projections: list[nn.Module]) -> nn.Module | None:
             rows = p[name].shape[0]
             p[name] = fused[name][start : start + rows]
             start += rows
+        # Evaluated here: what is left pending can only be computed in the thread that made it.
+        mx.eval([p[name] for p in projections])
     return fused
