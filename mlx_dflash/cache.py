@@ -95,10 +95,6 @@ class GrowingKVCache(KVCache):
         """Number of rows of the buffers that count, from the first."""
         return self.offset
 
-    def first_position(self, rows: int) -> int:
-        """Position of the first row that a block of this many rows attends to."""
-        return 0
-
     def max_trim(self) -> int:
         """Number of last rows that can be taken back."""
         return self.offset

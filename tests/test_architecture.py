@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_dflash"
 FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "convert").glob("*.py")])
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
-FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchmark", "doctor"}
+FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchmark", "doctor", "metalcheck"}
 
 # A module imports from lower levels only. Inside draft/, kernels/, demo/ and among the front ends the level is one.
 LEVELS = {
@@ -37,11 +37,15 @@ LEVELS = {
 }
 SAME_LEVEL = ("draft", "kernels", "demo")
 
-# Functions with more than five parameters: the public API takes mlx-lm's options, and constructors take options once.
-MANY_PARAMETERS = {"stream_generate", "open_session", "load", "Session.__init__", "Drafter.__init__", "Target.__init__"}
+# Functions with more than five parameters: the public API takes mlx-lm's options, constructors take options once, and
+# attention has the signature of mlx.
+MANY_PARAMETERS = {
+    "stream_generate", "open_session", "load", "Session.__init__", "Drafter.__init__", "Target.__init__", "attend_metal",
+    "by_kernels.attend",
+}  # fmt: skip
 
 # Words that the glossary replaces, as parts of identifiers.
-NEVER = {"verifier", "speculator", "assistant", "staged", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
+NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
 
 
 def name_of(path):

@@ -124,13 +124,14 @@ def test_failing_shape_goes_to_the_twin_with_one_warning(reason, monkeypatch):
     assert all(mx.array_equal(out, Kernels("off").attend_block(q, block, cache, Sight(), SCALE)) for out in outs)
 
 
-def test_launch_that_metal_refuses_goes_to_the_twin():
+def test_launch_that_metal_refuses_goes_to_the_twin_and_is_not_remembered(tmp_path):
     def refuse(call):
         raise RuntimeError("[metal::Device] Unable to build metal library from source\nprogram_source:1")
 
     q, block, cache = draft_call(GrowingKVCache(), rows=20)
     with pytest.warns(UserWarning, match="Unable to build"):
-        Kernels("auto", run=refuse).attend_block(q, block, cache, Sight(), SCALE)
+        Kernels("auto", Record(tmp_path / "kernels.json"), run=refuse).attend_block(q, block, cache, Sight(), SCALE)
+    assert not (tmp_path / "kernels.json").exists()
 
 
 @needs_emulator

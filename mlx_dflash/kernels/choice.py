@@ -149,20 +149,24 @@ class Kernels:
         verdict = self.record.find(shape)
         if verdict is None:
             verdict = try_out(wrong, race)
-            self.record.keep(shape, verdict)
+            if not verdict.get("is_refusal"):
+                self.record.keep(shape, verdict)
         if verdict["refused"] and not verdict.get("is_slower"):
             warnings.warn(f"the Metal kernel for {shape} is not used: {verdict['refused']}", stacklevel=2)
         return verdict
 
 
 def try_out(wrong: Callable[[], str | None], race: Callable[[], dict]) -> dict:
-    """Self-check, then race. Returns the verdict; a launch that Metal refuses counts as a failed self-check."""
+    """Self-check, then race. Returns the verdict.
+
+    A launch that Metal refuses counts as a failed self-check, but is no property of the chip: memory may have been short.
+    """
     try:
         if problem := wrong():
             return {"refused": problem}
         result = race()
     except (RuntimeError, ValueError) as error:
-        return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}", "is_refusal": True}
     gain = min(twin / kernel for kernel, twin in result["ms"].values())
     slower = gain < trial.NEEDED_GAIN
     return result | {"refused": f"it is {gain:.2f} times as fast as stock" if slower else None, "is_slower": slower}
