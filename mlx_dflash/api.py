@@ -15,11 +15,12 @@ from mlx_lm.generate import GenerationResponse as _MlxLmResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .cache import KVQuantization
 from .dice import Dice, LogitsProcessor, Sampler
 from .draft.drafter import Drafter
 from .draft.model import DraftModel
 from .loading import check_pair
-from .prompt_cache import make_prompt_cache, split_prompt_cache
+from .prompt_cache import draft_entries, make_prompt_cache
 from .session import Session
 from .stats import Stats
 from .target import Target
@@ -59,7 +60,7 @@ def stream_generate(
     at most the draft's own; num_draft_tokens, mlx-lm's name, is one less. stop_strings: the text ends before the
     first of them. prompt_cache: continued, and left covering the prompt and every yielded token. stream: where the
     work is enqueued; the iteration belongs to the thread that begins it.
-    mlx_lm_options: max_kv_size, kv_bits, kv_group_size, quantized_kv_start, input_embeddings; without a draft only.
+    mlx_lm_options: max_kv_size, kv_bits, kv_group_size, quantized_kv_start; input_embeddings, without a draft only.
     Raises ValueError for arguments that make no sense, TypeError for unknown ones, before anything is computed.
     """
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
@@ -80,7 +81,7 @@ def stream_generate(
         return _stop_at(plain, stops)
     session = open_session(
         model, draft_model, tokens, max_tokens, block_size=block_size,
-        stop_tokens=tokenizer.eos_token_ids, stream=stream, **common,
+        stop_tokens=tokenizer.eos_token_ids, stream=stream, **_cache_options(**mlx_lm_options), **common,
     )  # fmt: skip
     emissions = session.emit(tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
     return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
@@ -147,24 +148,29 @@ def open_session(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
+    max_kv_size: int | None = None,
+    quantization: KVQuantization | None = None,
     block_size: int | None = None,
     stop_tokens: Iterable[int] = (),
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
 ) -> Session:
     """Put a target, its draft and the dice together for one prompt (P,). Arguments as in stream_generate.
 
-    Raises ValueError, before any generation, if draft and target do not belong together.
+    quantization: of the rows that the target's caches keep. Raises ValueError, before any generation, if draft and
+    target do not belong together.
     """
     structure = check_pair(model, draft)
     low, high = mx.min(prompt).item(), mx.max(prompt).item()
     if low < 0 or high >= structure.vocab_size:
         raise ValueError(f"the prompt has ids from {low} to {high}; the target's vocabulary has {structure.vocab_size} tokens")
-    caches = make_prompt_cache(model, draft) if prompt_cache is None else prompt_cache
-    targets, contexts = split_prompt_cache(caches, model, draft)
+    caches = make_prompt_cache(model, draft, max_kv_size) if prompt_cache is None else prompt_cache
+    contexts = draft_entries(caches, model, draft)
     dice = Dice(sampler, logits_processors)
     drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, block_size)
-    target = Target(model, draft.config.target_layer_ids, targets, drafter.num_drafts + 1, draft.kernels)
-    caches[: len(targets)] = target.caches
+    target = Target(
+        model, draft.config.target_layer_ids, caches, drafter.num_drafts + 1, draft.kernels,
+        quantization=quantization, length=drafter.context_length,
+    )  # fmt: skip
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     target.reserve(target.length + prompt.size + expected + draft.config.block_size)
     drafter.reserve(target.length + prompt.size + expected + draft.config.block_size)
@@ -175,7 +181,7 @@ def open_session(
 
 
 def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> None:
-    """Refuse unknown options, and with a draft those that it does not support yet."""
+    """Refuse unknown options, and with a draft those that it does not support."""
     known = {"max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "input_embeddings"}
     unknown = sorted(set(options) - known)
     if unknown:
@@ -184,9 +190,16 @@ def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> N
         return
     if not isinstance(draft_model, DraftModel):
         raise TypeError(f"draft_model must be a DFlash draft from load_draft, got {type(draft_model).__name__}")
-    set_options = [name for name in ("max_kv_size", "kv_bits", "input_embeddings") if options.get(name) is not None]
-    if set_options:
-        raise ValueError(f"{', '.join(set_options)} is not supported together with a draft")
+    if options.get("input_embeddings") is not None:
+        raise ValueError("input_embeddings is not supported together with a draft")
+
+
+def _cache_options(
+    max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64, quantized_kv_start: int = 5000, **_
+) -> dict[str, Any]:
+    """What open_session takes for mlx-lm's options, with mlx-lm's defaults."""
+    quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
+    return dict(max_kv_size=max_kv_size, quantization=quantization)
 
 
 def _silent(processed: int, total: int) -> None:

@@ -9,6 +9,10 @@ Donation: an append is in place only while nobody else holds the buffer. So thes
 hand out views only for the attention that follows, and nobody passes a cache to mx.async_eval.
 """
 
+import sys
+from dataclasses import dataclass
+from typing import Any
+
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -99,41 +103,44 @@ class GrowingKVCache(KVCache):
 class WindowedKVCache(RotatingKVCache):
     """The last rows only, in temporal order: a sliding window that can roll back.
 
-    keys, values: (B, H, capacity, d), of which rows [0, offset - start) count; row j holds position start + j.
-    A query at position p sees positions p - max_size + 1 to p. Up to `slack` of the last rows can be trimmed without
-    losing what the rows before them see: mlx-lm's RotatingKVCache has overwritten those by then.
+    keys, values: (B, H, capacity, d), of which rows [0, offset - start) count; row j holds position start + j. The
+    first `keep` positions stay for ever, in a buffer of their own once start > 0, and count against max_size.
+    A query at position p sees the kept positions and p - max_size + keep + 1 to p, as in mlx-lm's one-row steps; when
+    not is_stepwise it sees what mlx-lm lets a row of a prefill chunk see. Up to `slack` of the last rows can be
+    trimmed without losing what the rows before them see: mlx-lm's RotatingKVCache has overwritten those by then.
     A subclass for the models that ask which cache is a rotating one; it shares no behaviour with its parent.
     """
 
-    def __init__(self, max_size: int, slack: int = 64):
-        super().__init__(max_size)
+    def __init__(self, max_size: int, slack: int = 64, keep: int = 0):
+        super().__init__(max_size, keep)
         self.start = 0
         self.slack = slack
+        self.is_stepwise = True
+        self._shown = 0  # first position that the latest update_and_fetch returned, but for the kept ones
+        self._first_keys = self._first_values = None
 
     @classmethod
     def adopt(cls, cache: RotatingKVCache, slack: int = 64) -> "WindowedKVCache":
-        """Return a cache that takes over the contents of mlx-lm's RotatingKVCache, put into temporal order.
-
-        Raises ValueError for a cache that keeps its first rows for ever (keep > 0).
-        """
-        if cache.keep:
-            raise ValueError(f"a rotating cache with keep = {cache.keep} first rows cannot roll back; expected keep = 0")
-        windowed = cls(cache.max_size, slack)
+        """Return a cache that takes over the contents of mlx-lm's RotatingKVCache, put into temporal order."""
+        windowed = cls(cache.max_size, slack, cache.keep)
         if cache.keys is not None:
-            windowed.keys = cache._temporal_order(cache.keys)
-            windowed.values = cache._temporal_order(cache.values)
-            windowed.offset = cache.offset
-            windowed.start = cache.offset - windowed.keys.shape[2]
+            keys, values = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+            windowed.offset, windowed.start = cache.offset, cache.offset - keys.shape[2]
+            if windowed.start and cache.keep:
+                windowed._first_keys, windowed._first_values = keys[..., : cache.keep, :], values[..., : cache.keep, :]
+                keys, values = keys[..., cache.keep :, :], values[..., cache.keep :, :]
+                windowed.start += cache.keep
+            windowed.keys, windowed.values = keys, values
         return windowed
 
     @property
     def state(self):
         """As mlx-lm's RotatingKVCache stores it: keys, values, offset, keep, max_size, index of the next row."""
         if self.keys is None:
-            return None, None, self.offset, 0, self.max_size, 0
-        rows = self.offset - self.start
-        first = max(0, rows - self.max_size)
-        return self.keys[..., first:rows, :], self.values[..., first:rows, :], self.offset, 0, self.max_size, rows - first
+            return None, None, self.offset, self.keep, self.max_size, 0
+        first = max(self.start, self.offset - self.max_size + self.keep)
+        keys, values = self._seen(first if first > self.keep else 0, self.offset)
+        return keys, values, self.offset, self.keep, self.max_size, keys.shape[2]
 
     @state.setter
     def state(self, state):
@@ -154,8 +161,9 @@ class WindowedKVCache(RotatingKVCache):
         return self.offset - self.start
 
     def first_position(self, rows: int) -> int:
-        """Position of the first row that a block of this many rows, at the end, attends to."""
-        return max(self.start, self.offset - self.max_size + 1)
+        """First position, but for the kept ones, that a block of this many rows, at the end, attends to."""
+        first = max(self.start, self.offset - self.max_size + self.keep + 1)
+        return first if first > self.keep else 0
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
         rows, new = self.offset - self.start, keys.shape[2]
@@ -164,44 +172,65 @@ class WindowedKVCache(RotatingKVCache):
             return
         # Keep what can still be seen after the longest allowed roll-back.
         first = max(self.start, self.offset - self.max_size - self.slack)
+        if self.keep and self.start == 0 and first > 0:
+            first = max(first, self.keep)
+            self._first_keys, self._first_values = (mx.contiguous(x[..., : self.keep, :]) for x in (self.keys, self.values))
         held = slice(first - self.start, rows)
         spare = max(self.slack, min(self.max_size, self.offset) // 4)
         capacity = _round_up(held.stop - held.start + new + spare)
         grown = _grown(self.keys, keys, held, capacity), _grown(self.values, values, held, capacity)
         self.keys, self.values, self.start = *grown, first
 
+    def _seen(self, first: int, end: int) -> tuple[mx.array, mx.array]:
+        """The kept rows, and those of positions first to end - 1."""
+        rows = slice(first - self.start, end - self.start)
+        keys, values = self.keys[..., rows, :], self.values[..., rows, :]
+        if self.keep == 0 or first == 0:
+            return keys, values
+        kept = slice(0, self.keep)
+        first_keys, first_values = (self.keys, self.values) if self.start == 0 else (self._first_keys, self._first_values)
+        return mx.concatenate([first_keys[..., kept, :], keys], 2), mx.concatenate([first_values[..., kept, :], values], 2)
+
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a block's rows behind the end without counting them.
 
-        keys, values: (B, H, L, d). Returns views that begin at first_position(L), for the attention of this block.
+        keys, values: (B, H, L, d). Returns the kept rows and those from first_position(L) on, for the attention of
+        this block.
         """
         self._make_room(keys, values)
-        rows = self.offset - self.start
-        end = rows + keys.shape[2]
-        self.keys[..., rows:end, :] = keys
-        self.values[..., rows:end, :] = values
-        first = self.first_position(keys.shape[2]) - self.start
-        return self.keys[..., first:end, :], self.values[..., first:end, :]
+        end = self.offset + keys.shape[2]
+        rows = slice(self.offset - self.start, end - self.start)
+        self.keys[..., rows, :] = keys
+        self.values[..., rows, :] = values
+        return self._seen(self.first_position(keys.shape[2]), end)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append rows (B, H, L, d); return views of the rows that they attend to."""
+        """Append rows (B, H, L, d); return the rows that they attend to."""
+        self._shown = self.first_position(keys.shape[2])
         fetched = self.write_block(keys, values)
         self.offset += keys.shape[2]
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        first, rows = self.first_position(1) - self.start, self.offset - self.start
-        return self.keys[..., first:rows, :], self.values[..., first:rows, :]
+        """What the latest update_and_fetch returned, for layers that share the rows of another."""
+        return self._seen(self._shown, self.offset)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
         """Return the attention mask of the next N rows over what update_and_fetch will return for them."""
         window = window_size or self.max_size
-        before = self.offset - self.first_position(N)
+        first = self.first_position(N)
+        before = self.offset if first == 0 else self.offset - first + self.keep
+        if self.is_stepwise or N == 1:
+            window = min(window, self.max_size)
         if before + N <= window:
             if N == 1:
                 return None
             return create_causal_mask(N, before) if return_array else "causal"
-        return create_causal_mask(N, before, window_size=window)
+        mask = create_causal_mask(N, before, window_size=window - self.keep if self.is_stepwise or N == 1 else window)
+        if self.keep and (self.is_stepwise or N == 1):
+            columns = mx.arange(before + N)
+            mask = mask | ((columns < self.keep) & (columns <= mx.arange(before, before + N)[:, None]))
+        return mask
 
     def is_trimmable(self) -> bool:
         """Whether any number of rows can be taken back, which is what mlx-lm asks; see max_trim."""
@@ -209,10 +238,42 @@ class WindowedKVCache(RotatingKVCache):
 
     def max_trim(self) -> int:
         """Number of last rows that can be taken back without losing what the rest sees."""
-        return self.offset if self.start == 0 else self.offset - self.start - self.max_size
+        return self.offset if self.start == 0 else self.offset - self.start - self.max_size + self.keep
 
     def trim(self, n: int) -> int:
         """Take back the last n rows, or as many as can be; return their number."""
         n = min(n, self.max_trim())
         self.offset -= n
         return n
+
+
+@dataclass(frozen=True)
+class KVQuantization:
+    """When and how mlx-lm quantizes the rows that attention keeps, as its kv_bits, kv_group_size, quantized_kv_start.
+
+    A cache is quantized after the pass that brings it to `start` tokens or more; the rows of later passes as they come.
+    """
+
+    bits: int
+    group_size: int = 64
+    start: int = 5000
+
+    def check(self, caches: list[Any]) -> None:
+        """Raise ValueError if mlx-lm cannot quantize that way, or not one of the caches."""
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"kv_bits must be 2, 4 or 8, got {self.bits}")
+        if any(isinstance(cache, RotatingKVCache) for cache in caches):
+            raise ValueError(
+                f"kv_bits = {self.bits}: mlx-lm cannot quantize the KV cache of a sliding window; leave out kv_bits, and max_kv_size with it"
+            )
+
+    def rows_before(self, caches: list[Any], covered: int) -> int:
+        """Most rows of the next pass until the caches, which cover `covered` tokens, are due."""
+        waits = any(hasattr(cache, "to_quantized") for cache in caches)
+        return max(1, self.start - covered) if waits else sys.maxsize
+
+    def apply(self, caches: list[Any]) -> None:
+        """Replace, in place, the caches that are due."""
+        for i, cache in enumerate(caches):
+            if hasattr(cache, "to_quantized") and cache.offset >= self.start:
+                caches[i] = cache.to_quantized(group_size=self.group_size, bits=self.bits)

@@ -17,7 +17,8 @@ from .draft.config import DraftConfig
 from .draft.model import DraftModel
 from .kernels import Kernels
 from .kernels.record import Record, default_path
-from .target import Structure, check_layer_ids, probe
+from .structure import Structure, check_layer_ids
+from .target import probe
 
 _DRAFT_FILES = ["*.json", "*.safetensors"]
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")

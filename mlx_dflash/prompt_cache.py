@@ -19,19 +19,20 @@ _STOCK = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.Ro
 def make_prompt_cache(model: nn.Module, draft_model: DraftModel | None = None, max_kv_size: int | None = None) -> list[Any]:
     """Return empty caches for a target and, behind them, for its draft.
 
-    max_kv_size: as in mlx-lm; not supported together with a draft (ValueError).
+    max_kv_size: as in mlx-lm, of the target's caches. Raises ValueError if it is not larger than the 4 rows kept for ever.
     """
+    if max_kv_size is not None and max_kv_size <= 4:
+        raise ValueError(f"max_kv_size must be more than the 4 first tokens, which stay for ever; got {max_kv_size}")
+    caches = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
     if draft_model is None:
-        return mlx_lm_cache.make_prompt_cache(model, max_kv_size)
+        return caches
     if not isinstance(draft_model, DraftModel):
         raise TypeError(f"draft_model must be a DFlash draft from load_draft, got {type(draft_model).__name__}")
-    if max_kv_size is not None:
-        raise ValueError("max_kv_size is not supported together with a draft")
-    return [*mlx_lm_cache.make_prompt_cache(model), *draft_model.make_cache()]
+    return [*caches, *draft_model.make_cache()]
 
 
-def split_prompt_cache(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) -> tuple[list[Any], list[Any]]:
-    """Return the target's and the draft's entries. An empty cache of the target alone gets the draft's, in place.
+def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) -> list[Any]:
+    """Return the draft's entries. An empty cache of the target alone gets them, in place.
 
     Raises ValueError if the list has not one entry a layer, or if the draft's entries do not cover the same tokens.
     """
@@ -43,16 +44,24 @@ def split_prompt_cache(prompt_cache: list[Any], model: nn.Module, draft: DraftMo
             f"prompt_cache has {len(prompt_cache)} entries; expected {num_target} of the target and {num_draft} of the draft. "
             "A cache that was filled without the draft has no context for it: start with make_prompt_cache(model, draft_model)"
         )
-    contexts = prompt_cache[num_target:]
+    targets, contexts = prompt_cache[:num_target], prompt_cache[num_target:]
     rollback.adopt(contexts, slack=2 * draft.config.block_size)
     prompt_cache[num_target:] = contexts
-    covered = set(rollback.lengths(contexts)) | set(rollback.lengths(prompt_cache[:num_target]))
+    covered = {c.offset for c in contexts} | set(rollback.lengths(targets))
+    if all(c.empty() for c in targets):
+        covered.add(0)
     if len(covered) > 1:
         raise ValueError(f"the caches cover {sorted(covered)} tokens; expected the same number in the target's and the draft's")
-    return prompt_cache[:num_target], contexts
+    return contexts
 
 
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
     """Save a prompt cache, with or without draft entries, to a .safetensors file. metadata: text by name."""
-    stock = [_STOCK[type(c)].from_state(c.state) if type(c) in _STOCK else c for c in cache]
-    mlx_lm_cache.save_prompt_cache(file_name, stock, metadata)
+    mlx_lm_cache.save_prompt_cache(file_name, [_stock(c) for c in cache], metadata)
+
+
+def _stock(cache: Any) -> Any:
+    """A cache of mlx-lm's own class with the same contents."""
+    if isinstance(cache, mlx_lm_cache.CacheList):
+        return mlx_lm_cache.CacheList(*map(_stock, cache.caches))
+    return _STOCK[type(cache)].from_state(cache.state) if type(cache) in _STOCK else cache

@@ -1,14 +1,11 @@
 """A frozen mlx-lm model as the target of one sequence: prefill, verify, commit.
 
-Observes the model's layers, never changes them: the tapped entries of its layer list record their output inside a
-scope and are restored when it ends. Kernels for the few rows of a verify come and go in the same way. Knows mlx-lm's
-models and caches (with rollback.py); knows nothing of drafts.
+Taps, kernels and recorders come and go with each pass. Knows mlx-lm's models and caches, with structure.py and
+rollback.py; knows nothing of drafts.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +14,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import rollback
-from .kernels import Kernels, Keys, Quantized, Sight
+from .cache import KVQuantization
+from .kernels import Kernels
+from .structure import Structure, by_kernels, check_layer_ids, features_of, quantized_linears, tapped
 
-_EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "wte", "embedding", "embeddings")
 _PROBE = 4  # tokens
-# One scope at a time: a layer list is shared by all sequences of its model.
-_scope = threading.RLock()
+_PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below
 
 
 @dataclass(frozen=True)
@@ -33,51 +30,16 @@ class Scores:
     features: mx.array
 
 
-class _Tap:
-    """Stands in a layer list for a layer and records what it returns, in the thread that opened the scope."""
-
-    def __init__(self, layer: nn.Module, record: Callable[[mx.array], None]):
-        self._layer, self._record, self._thread = layer, record, threading.get_ident()
-
-    def __call__(self, *args, **kwargs):
-        out = self._layer(*args, **kwargs)
-        if threading.get_ident() == self._thread:
-            self._record(out)
-        return out
-
-    def __getattr__(self, name: str):
-        return getattr(self._layer, name)
-
-
-class Structure:
-    """Where a model keeps its layers, its embedding and its head, found by structure.
-
-    Raises ValueError that says what was looked for.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.layers = _layer_list(model)
-        self.embedding = _embedding(model)
-        head = _find(model, lambda name, m: name == "lm_head")
-        self.unembed: Callable[[mx.array], mx.array] = self.embedding.as_linear if head is None else head
-
-    @property
-    def vocab_size(self) -> int:
-        return self.embedding.weight.shape[0]
-
-    def embed(self, ids: mx.array) -> mx.array:
-        """ids: (B, T). Returns (B, T, D), rows of the embedding table."""
-        return self.embedding(ids)
-
-
 class Target:
     """A model seen by one sequence.
 
-    target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache;
-    its entries are replaced, in place, by ones that can roll back. block_size: most rows of a verify. kernels: may
-    run a verify's attention and quantized products; without them, stock MLX operations do.
-    Between calls the caches cover exactly the committed tokens.
-    Raises ValueError for layers the model does not have, and for caches that cannot roll back.
+    target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache,
+    and whatever stands behind it in the same list; its entries are replaced, in place, by ones that can roll back.
+    block_size: most rows of a verify. kernels: may run a verify's attention and quantized products; without them,
+    stock MLX operations do. quantization: of the rows that the caches keep. length: number of tokens that the caches
+    cover, for caches that do not know it.
+    Between calls the caches cover the committed tokens, except some that may wait in front of the next verify.
+    Raises ValueError for layers the model does not have, and for caches that cannot roll back or be quantized.
     """
 
     def __init__(
@@ -87,24 +49,46 @@ class Target:
         caches: list[Any] | None = None,
         block_size: int = 16,
         kernels: Kernels | None = None,
+        *,
+        quantization: KVQuantization | None = None,
+        length: int = 0,
     ):
         self.model = model
         self.kernels = kernels or Kernels("off")
         self._linears: list[tuple[nn.Module, str, nn.QuantizedLinear]] | None = None
         self.structure = Structure(model)
         self.target_layer_ids = check_layer_ids(target_layer_ids, len(self.structure.layers))
-        self.caches = make_prompt_cache(model) if caches is None else caches
-        rollback.adopt(self.caches, slack=block_size)
-        self._block_rows = 0  # rows of the latest block that the caches hold
+        own = make_prompt_cache(model)
+        self._shared = own if caches is None else caches
+        self.caches = self._shared[: len(own)]
+        # A block, and the kept tokens in front of it.
+        rollback.adopt(self.caches, slack=2 * block_size)
+        self._quantization = quantization
+        if quantization is not None:
+            quantization.check(self.caches)
+        self._publish()
+        self._recurrences = rollback.Recurrences(model)
+        self._block_size = block_size
+        self._length = max(rollback.lengths(self.caches), default=length)
+        self._waiting = mx.zeros((0,), mx.uint32)  # committed tokens that the caches do not cover yet
+        self._pass: _Pass | None = None
+        self._start: rollback.Checkpoint | None = None  # before the latest prefill
 
     @property
     def length(self) -> int:
-        """Number of tokens that the caches cover."""
-        return max(rollback.lengths(self.caches), default=0)
+        """Number of committed tokens."""
+        return self._length
+
+    @property
+    def way_back(self) -> str:
+        """How refused tokens leave the caches: "rows" are cut, a "recurrence" or, by "replay", the model runs again."""
+        if not rollback.Checkpoint(self.caches, 0).recurrent:
+            return "rows"
+        return "recurrence" if self._recurrences.works else "replay"
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many tokens in all at the next growth."""
-        for cache in self.caches:
+        for cache in rollback.leaves(self.caches):
             if hasattr(cache, "reserve"):
                 cache.reserve(tokens)
 
@@ -119,192 +103,177 @@ class Target:
 
         progress is called with the number of tokens processed so far. No logits are computed.
         """
-        for start in range(0, tokens.size, step_size):
-            chunk = tokens[start : start + step_size]
-            _, features = self._forward(chunk)
-            on_features(features)
-            mx.eval(features, [cache.state for cache in self.caches])
-            progress(start + chunk.size)
-            mx.clear_cache()
+        self._pass = None
+        self._settle()
+        self._start = rollback.Checkpoint(self.caches, self._length, with_windows=True)
+        rollback.set_stepwise(self.caches, False)
+        try:
+            for start in range(0, tokens.size, step_size):
+                chunk = tokens[start : start + step_size]
+                _, features = self._run([chunk], rollback.Checkpoint(self.caches, self._length, with_windows=True))
+                self._length += chunk.size
+                on_features(features)
+                mx.eval(features, [cache.state for cache in self.caches])
+                progress(start + chunk.size)
+                mx.clear_cache()
+        finally:
+            rollback.set_stepwise(self.caches, True)
 
     def verify(self, anchor: int | mx.array, drafts: mx.array) -> Scores:
         """Run the target over [anchor, drafts]: one pass, γ + 1 rows, uncommitted until commit. drafts: (γ,) ids."""
         block = mx.concatenate([mx.array(anchor).reshape(1).astype(mx.uint32), drafts])
-        if self.kernels.can_run:
-            logits, features = self._forward_by_kernels(block)
-        else:
-            logits, features = self._forward(block)
-        self._block_rows = block.size
-        return Scores(logits[0], features)
+        if self._waiting.size > self._block_size:
+            self._settle()
+        tokens = mx.concatenate([self._waiting, block])
+        parts = self._parts(tokens)
+        before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
+        run = self._run_by_kernels if self.kernels.can_run else self._run
+        logits, features = run(parts, before)
+        self._pass = _Pass(before, tokens, first=self._length, is_whole=len(parts) == 1)
+        self._waiting = tokens[:0]
+        self._length += block.size
+        return Scores(logits[0, -block.size :], features[:, -block.size :])
 
     def commit(self, num_rows: int) -> None:
         """Keep the first num_rows rows of the verified block, forget the rest.
 
-        May be called again, with fewer rows, until the next verify.
+        May be called again, with fewer rows, until the next verify; the caches then cover exactly what was kept.
         """
-        assert 0 <= num_rows <= self._block_rows, f"commit of {num_rows} rows out of {self._block_rows}"
-        rollback.drop_rows(self.caches, self._block_rows - num_rows)
-        self._block_rows = num_rows
+        latest = self._pass
+        assert 0 <= num_rows <= self._length - latest.first, f"commit of {num_rows} of {self._length - latest.first} rows"
+        if latest.first + num_rows < self._length:
+            self._length = latest.first + num_rows
+            self._go_back(latest)
+        if latest.is_committed:
+            self._settle()
+        latest.is_committed = True
+
+    def _go_back(self, latest: "_Pass") -> None:
+        """Let the caches keep what self._length says of the latest pass, or wait for it to be put in front of the next."""
+        before = latest.before
+        kept = self._length - before.length
+        if kept and (not before.recurrent or latest.is_whole and self._recurrences.rewind(before.recurrent, kept)):
+            if self._quantization is not None and self._length < self._quantization.start:
+                before.put_back(self.caches)
+            rollback.cut(self.caches, self._length)
+            self._waiting = latest.tokens[:0]
+        else:
+            before.restore(self.caches)
+            self._waiting = latest.tokens[:kept]
+        self._publish()
+
+    def _settle(self) -> None:
+        """Run the model over the committed tokens that the caches do not cover yet, if there are any."""
+        if self._waiting.size:
+            before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
+            self._run(self._parts(self._waiting), before)
+            self._waiting = self._waiting[:0]
+            mx.eval([cache.state for cache in self.caches])
 
     def can_rewind(self, length: int) -> bool:
         """Whether the caches can go back to covering the first `length` tokens only."""
-        return rollback.can_drop_rows(self.caches, self.length - length)
+        if self._start is not None and length == self._start.length:
+            return True
+        return rollback.can_drop_rows(self.caches, self._length - length)
 
     def rewind(self, length: int) -> None:
         """Go back to covering the first `length` tokens only."""
-        rollback.drop_rows(self.caches, self.length - length)
-        self._block_rows = 0
+        if self._start is not None and length == self._start.length:
+            self._start.restore(self.caches)
+        else:
+            rollback.cut(self.caches, length)
+        self._publish()
+        self._length, self._pass, self._start = length, None, None
 
-    def _forward_by_kernels(self, block: mx.array) -> tuple[mx.array, mx.array]:
-        """As _forward, with kernels where they are chosen, and again without them if the result is not finite."""
+    def _parts(self, tokens: mx.array) -> list[mx.array]:
+        """Split the tokens (T,) of a verify where the rows kept so far become quantized: one-row steps would do so."""
+        covered = self._length - self._waiting.size
+        rows = tokens.size
+        if self._quantization is not None:
+            rows = min(rows, self._quantization.rows_before(self.caches, covered))
+        return [part for part in (tokens[:rows], tokens[rows:]) if part.size]
+
+    def _run(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
+        """Run the model over tokens, in parts. Returns logits (1, T, V) and context features (1, T, taps * D).
+
+        If it raises, the caches are as they were before all parts.
+        """
+        outputs = []
+        try:
+            for part in parts:
+                with tapped(self.structure, self.target_layer_ids) as taps, self._recurrences.recorded(bool(before.recurrent)):
+                    logits = self.model(part[None], cache=self.caches)
+                if not taps and self.structure.calls_layers:
+                    self.structure.calls_layers = False
+                    before.restore(self.caches)
+                    return self._run(parts, before)
+                outputs.append((logits, features_of(taps, self.target_layer_ids, part.size, self.model)))
+                if self._quantization is not None:
+                    self._quantization.apply(self.caches)
+        except BaseException:
+            before.restore(self.caches)
+            raise
+        finally:
+            self._publish()
+        if len(outputs) == 1:
+            return outputs[0]
+        return tuple(mx.concatenate(pieces, axis=1) for pieces in zip(*outputs))
+
+    def _run_by_kernels(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
+        """As _run, with kernels where they are chosen, and again without them if the result is not finite."""
         started = time.perf_counter()
         if self._linears is None:
             self._linears = quantized_linears(self.model)
         with by_kernels(self._linears, self.kernels):
-            result = self._forward(block)
+            result = self._run(parts, before)
         if self.kernels.distrusts(result[0], started):
-            rollback.drop_rows(self.caches, block.size)
-            result = self._forward(block)
+            before.restore(self.caches)
+            result = self._run(parts, before)
         return result
 
-    def _forward(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """tokens: (T,). Returns logits (1, T, V) and context features (1, T, taps * D); all or no caches advance."""
-        before = rollback.lengths(self.caches)
-        try:
-            with tapped(self.structure.layers, self.target_layer_ids) as outputs:
-                logits = self.model(tokens[None], cache=self.caches)
-        except BaseException:
-            for cache, length, now in zip(self.caches, before, rollback.lengths(self.caches)):
-                rollback.drop_rows([cache], now - length)
-            raise
-        return logits, mx.concatenate([outputs[i] for i in self.target_layer_ids], axis=-1)
+    def _publish(self) -> None:
+        """Show the caller's list the caches that replaced its own."""
+        self._shared[: len(self.caches)] = self.caches
+
+
+@dataclass
+class _Pass:
+    """A verify. before: the caches before it. tokens: those it ran over. first: number of tokens before its block.
+
+    is_whole: whether it was one call of the model.
+    """
+
+    before: rollback.Checkpoint
+    tokens: mx.array
+    first: int
+    is_whole: bool
+    is_committed: bool = False
 
 
 def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
     """Check on a few tokens that tapping changes no bit of the logits; return the width of one tap.
 
-    Raises ValueError if it does, or if a tapped layer returns no hidden states.
+    Raises ValueError if it does, if a tapped layer returns no hidden states, or if the model computes several tokens
+    at once otherwise than one after the other.
     """
     structure = Structure(model)
     tokens = mx.arange(_PROBE)[None] % structure.vocab_size
     plain = model(tokens, cache=make_prompt_cache(model))
-    with tapped(structure.layers, target_layer_ids) as outputs:
-        observed = model(tokens, cache=make_prompt_cache(model))
-    missing = [i for i in target_layer_ids if i not in outputs]
-    if missing:
-        raise ValueError(f"{type(model).__module__} never calls the entries {missing} of its layer list, so they cannot be tapped")
-    widths = {outputs[i].shape[-1] for i in target_layer_ids}
-    if len(widths) != 1 or any(outputs[i].shape[:2] != tokens.shape for i in target_layer_ids):
-        raise ValueError(f"the tapped layers return shapes {[outputs[i].shape for i in target_layer_ids]}; expected (1, {_PROBE}, D)")
+    for structure.calls_layers in (True, False):
+        with tapped(structure, target_layer_ids) as outputs:
+            observed = model(tokens, cache=make_prompt_cache(model))
+        if outputs:
+            break
+    features = features_of(outputs, target_layer_ids, _PROBE, model)
     if not mx.array_equal(plain, observed, equal_nan=True).item():
         raise ValueError(f"tapping layers {list(target_layer_ids)} of {type(model).__module__} changes its logits")
-    return widths.pop()
-
-
-def check_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the tap layers. Raises ValueError if one is not a layer of the target."""
-    wrong = [i for i in target_layer_ids if not 0 <= i < num_layers]
-    if wrong:
+    caches = make_prompt_cache(model)
+    steps = mx.concatenate([model(tokens[:, i : i + 1], cache=caches) for i in range(_PROBE)], axis=1)
+    plain, steps = (mx.where(mx.isfinite(x), x, 0).astype(mx.float32) for x in (plain, steps))
+    error, spread = mx.abs(plain - steps).max().item(), (steps.max() - steps.min()).item()
+    if error > _PROBE_TOLERANCE * spread:
         raise ValueError(
-            f"the draft taps layers {list(target_layer_ids)}, but the target has {num_layers} layers, 0 to {num_layers - 1}; "
-            "was the draft trained for another target?"
+            f"{type(model).__module__} of mlx-lm gives other logits for {_PROBE} tokens at once than one by one (off by {error:.2g} "
+            f"of {spread:.2g}), so it cannot verify a block"
         )
-    return tuple(target_layer_ids)
-
-
-@contextmanager
-def tapped(layers: list[nn.Module], layer_ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
-    """Record the outputs of some layers, by their number, of the forward passes made inside the scope."""
-    outputs: dict[int, mx.array] = {}
-    with _scope:
-        originals = {i: layers[i] for i in set(layer_ids)}
-        try:
-            for i, layer in originals.items():
-                layers[i] = _Tap(layer, lambda out, i=i: outputs.__setitem__(i, out))
-            yield outputs
-        finally:
-            for i, layer in originals.items():
-                layers[i] = layer
-
-
-class _FewRows:
-    """Stands in for a quantized linear layer in the thread that opened the scope."""
-
-    def __init__(self, linear: nn.QuantizedLinear, kernels: Kernels):
-        self._linear, self._kernels, self._thread = linear, kernels, threading.get_ident()
-
-    def __call__(self, x: mx.array) -> mx.array:
-        linear = self._linear
-        if threading.get_ident() != self._thread:
-            return linear(x)
-        weights = Quantized(linear.weight, linear.scales, linear.biases, linear.group_size, linear.bits)
-        product = self._kernels.multiply(x, weights)
-        return product + linear["bias"] if "bias" in linear else product
-
-    def __getattr__(self, name: str):
-        return getattr(self._linear, name)
-
-
-def quantized_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.QuantizedLinear]]:
-    """The affine-quantized linear layers of a model, each with the module that holds it and its name there."""
-    return [
-        (module, name, child)
-        for module in model.modules()
-        for name, child in module.items()
-        if type(child) is nn.QuantizedLinear and getattr(child, "mode", "affine") == "affine"
-    ]
-
-
-@contextmanager
-def by_kernels(linears: list[tuple[nn.Module, str, nn.QuantizedLinear]], kernels: Kernels) -> Iterator[None]:
-    """Let kernels run these layers, and attention with a plain mask, in passes made inside the scope."""
-    stock, thread = mx.fast.scaled_dot_product_attention, threading.get_ident()
-
-    def attend(q, k, v, *, scale, mask=None, sinks=None, **options):
-        rows, keys = q.shape[2], k.shape[2]
-        plain = (mask is None or isinstance(mask, str)) and not options
-        if threading.get_ident() != thread or not plain or not 1 < rows <= keys:
-            return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
-        return kernels.attend(q, Keys(k, v, keys - rows), Sight(causal=mask == "causal"), scale, sinks)
-
-    with _scope:
-        try:
-            mx.fast.scaled_dot_product_attention = attend
-            for module, name, linear in linears:
-                dict.__setitem__(module, name, _FewRows(linear, kernels))
-            yield
-        finally:
-            mx.fast.scaled_dot_product_attention = stock
-            for module, name, linear in linears:
-                dict.__setitem__(module, name, linear)
-
-
-def _layer_list(model: nn.Module) -> list[nn.Module]:
-    """The list object that the model iterates; model.layers may be a copy of it."""
-    layers = getattr(model, "layers", None)
-    if not layers:
-        raise ValueError(f"{type(model).__module__} has no layers; expected a model of mlx-lm with the attribute 'layers'")
-    found = [
-        value
-        for _, module in model.named_modules()
-        for value in module.values()
-        if isinstance(value, list) and len(value) == len(layers) and all(a is b for a, b in zip(value, layers))
-    ]
-    if not found:
-        raise ValueError(f"no list of {len(layers)} layers was found inside {type(model).__module__}")
-    return found[0]
-
-
-def _find(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> nn.Module | None:
-    for path, module in model.named_modules():
-        if matches(path.rpartition(".")[2], module):
-            return module
-    return None
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    for name in _EMBEDDING_NAMES:
-        found = _find(model, lambda n, m: n == name and hasattr(m, "as_linear"))
-        if found is not None:
-            return found
-    raise ValueError(f"no token embedding was found in {type(model).__module__}; looked for {', '.join(_EMBEDDING_NAMES)}")
+    return features.shape[-1] // len(target_layer_ids)

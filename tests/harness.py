@@ -19,7 +19,8 @@ from mlx_dflash.draft.drafter import Drafter
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.rollback import lengths
 from mlx_dflash.session import Session
-from mlx_dflash.target import Structure, Target
+from mlx_dflash.structure import Structure
+from mlx_dflash.target import Target
 
 PROMPT = [5, 17, 3, 40, 8]
 # What the order of float32 sums may change behind four layers; the row of another token differs by about one.
@@ -158,7 +159,7 @@ def last_rows(caches, rows=None):
     """The keys and values that each cache holds, the last `rows` of them: a list of float32 arrays."""
     arrays = []
     for cache in caches:
-        for part in cache.keys_and_values() if cache.offset else ():
+        for part in cache.state[:2] if cache.offset else ():
             part = np.array(part.astype(mx.float32))
             arrays.append(part[..., -min(rows or part.shape[2], part.shape[2]) :, :])
     return arrays

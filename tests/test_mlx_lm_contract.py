@@ -6,6 +6,7 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import models
 import numpy as np
 import pytest
 from fixtures import TARGET_FAMILIES, context_free_target, plain_tokens, tiny_target
@@ -14,10 +15,23 @@ from mlx_lm.generate import GenerationResponse, generate_step, generation_stream
 from mlx_lm.models import cache as caches
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.models.ssm import ssm_update
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_dflash.target import Target
 
 ROWS = mx.arange(2 * 3 * 4).astype(mx.float32).reshape(1, 2, 3, 4)
 
@@ -292,3 +306,40 @@ def test_tokenizers_have_what_we_read():
 def test_plain_greedy_text_does_not_depend_on_the_prefills_chunks():
     model = tiny_target()
     assert plain_tokens(model, [5] * 9, 8, prefill_step_size=2) == plain_tokens(model, [5] * 9, 8)
+
+
+# Recurrent layers: rollback.py
+
+
+def test_recurrences_take_and_return_what_is_recorded():
+    assert parameters(gated_delta_update)[:9] == ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask"]
+    assert parameters(ssm_update)[:8] == ["hidden_states", "A_log", "B", "C", "D", "dt", "dt_bias", "state"]
+    q, v, gate = mx.ones((1, 3, 2, 8)), mx.ones((1, 3, 4, 8)), mx.ones((1, 3, 4))
+    out, state = gated_delta_update(q, q, v, gate, gate, mx.zeros(4), mx.zeros(4))
+    assert out.shape == v.shape and state.shape == (1, 4, 8, 8)
+    B = mx.ones((1, 3, 2, 5))
+    out, state = ssm_update(v, mx.zeros(4), B, B, mx.ones(4), gate, mx.zeros(4))
+    assert out.shape == v.shape and state.shape == (1, 4, 8, 5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "kimi_linear", "mamba2", "plamo2", "lfm2"])
+def test_short_convolutions_see_the_state_in_front_of_the_tokens(model_type):
+    """Entries of an ArraysCache are the last rows of a convolution's input, or the state that a recurrence returned."""
+    model = models.build(model_type)
+    target = Target(model, [0], block_size=4)
+    target.verify(1, mx.array([2, 3, 4], mx.uint32))
+    target.commit(2)
+    assert target.way_back == "recurrence"
+
+
+def test_fields_of_caches_that_are_rolled_back():
+    cache = ArraysCache(2)
+    assert cache.cache == [None, None] and cache.lengths is None and cache.left_padding is None
+    assert isinstance(CacheList(KVCache()).caches, tuple)
+    chunked, joined = ChunkedKVCache(4), ConcatenateKVCache()
+    for cache in (chunked, joined):
+        cache.update_and_fetch(ROWS, ROWS)
+    assert chunked.start_position == 0 and chunked.trim(1) == 1 and chunked.offset == ROWS.shape[2] - 1
+    joined.trim(1)
+    assert joined.keys.shape == ROWS.shape, "its trim cuts the arrays now; rollback.cut need not"
+    assert isinstance(KVCache().to_quantized(group_size=32, bits=4), QuantizedKVCache)

@@ -9,7 +9,8 @@ from harness import PROMPT, ROUNDING, Watch, assert_same_caches, draft_run, forc
 import mlx_dflash
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.drafter import Drafter
-from mlx_dflash.target import Structure, Target
+from mlx_dflash.structure import Structure
+from mlx_dflash.target import Target
 
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 PROMPTS = {n: np.random.RandomState(n).randint(0, 97, n).tolist() for n in (1, 2, 7, 40)}
@@ -173,6 +174,8 @@ def test_without_a_limit_the_text_goes_on():
         (dict(block_size=0), "block_size must be 1 to 6"),
         (dict(num_draft_tokens=6), "block_size must be 1 to 6"),
         (dict(prefill_step_size=0), "prefill_step_size"),
+        (dict(max_kv_size=4), "more than the 4 first tokens"),
+        (dict(kv_bits=3), "kv_bits must be 2, 4 or 8"),
         (dict(input_embeddings=mx.zeros((5, 32))), "input_embeddings is not supported together with a draft"),
         (dict(block_size=3, num_draft_tokens=2), "not both"),
         (dict(stop_strings=[""]), "non-empty"),
