@@ -83,7 +83,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="demo", help="target: folder or repository; default: the demo pair's")
     add("--draft-model", help="draft: folder or repository; default: the demo pair's, for the demo target")
-    add("--block-size", type=int, nargs="+", metavar="N", help="anchor and drafts of a round; several are arms of their own")
+    add("--block-size", type=_block_size, nargs="+", metavar="N", help="anchor and drafts of a round, or auto; several are arms of their own")
     add("--max-tokens", type=int, default=96, help="most tokens a prompt (default %(default)s)")
     add("--num-prompts", type=int, default=12, help="of the built-in prompts, taken from all classes alike (default %(default)s)")
     add("--repeat", type=int, default=3, help="runs of each arm on each prompt (default %(default)s)")
@@ -107,6 +107,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--model {args.model} needs a --draft-model that was trained for it")
     args.draft_model = args.draft_model or "demo"
     return args
+
+
+def _block_size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def load_pair(args: argparse.Namespace) -> Pair:
@@ -166,11 +170,10 @@ def _constructed_pair(args: argparse.Namespace) -> Pair:
         target_path, draft_path = built.save(folder)
         model, tokenizer = load(str(target_path))
         draft = load_draft(str(draft_path))
-    block_size = min(args.block_size or [built.shape.block_size])
     name = {
         "constructed": args.shape,
         "rate": args.constructed,
-        "expected_acceptance_length": expected_acceptance_length(args.constructed, block_size),
+        "expected_acceptance_length": expected_acceptance_length(args.constructed, built.shape.block_size),
     }
     return Pair(model, tokenizer, draft, cases, name)
 
@@ -183,7 +186,7 @@ def make_arms(args: argparse.Namespace, pair: Pair) -> dict[str, Arm]:
     sampler = make_sampler(args.temp) if args.temp else None
     common = dict(max_tokens=args.max_tokens, sampler=sampler)
 
-    def drafted(block_size: int) -> Arm:
+    def drafted(block_size: int | str) -> Arm:
         return lambda ids: stream_generate(
             pair.model, pair.tokenizer, ids, draft_model=pair.draft, block_size=block_size, **common
         )

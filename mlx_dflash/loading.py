@@ -120,6 +120,7 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
     if width != config.target_hidden_size:
         raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
     draft._checked_target = weakref.ref(model)
+    draft.round_seconds.clear()
     return structure
 
 
