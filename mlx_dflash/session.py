@@ -163,6 +163,7 @@ class Session:
         anchor = self._anchor
         with self._all_or_nothing() as confirmed:
             drafts = self.drafter.propose(anchor, num_drafts)
+            mx.async_eval(drafts)  # the device drafts while the verify is being put together
             clock.drafted(drafts)
             scores = self.target.verify(anchor, drafts)
             clock.verifying()
