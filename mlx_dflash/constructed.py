@@ -4,7 +4,7 @@ All matrices are dense and random, so every product costs what it costs in a tra
 structured components decide the tokens:
 
   target  The embedding of token t is [constant | a(t) | a(code(t))], with random vectors a and a random permutation
-          code. The layers add little to it, and the head answers next(t), one random cycle over the vocabulary.
+          code. The layers add little to it, and the head answers next(t), one random ring through the vocabulary.
   draft   A head of its first layer looks back a fixed distance, by the phases of its RoPE, and moves the second half
           of the context row that it finds there to where the target's head reads the first: it proposes
           next(code(token at that distance)).
@@ -64,9 +64,9 @@ class ConstructedPair:
         self.shape, self._seed = shape, seed
         random = np.random.default_rng(seed)
         ids = np.arange(NUM_SPECIAL, shape.vocab_size)
-        cycle = random.permutation(ids)
-        self.next = np.full(shape.vocab_size, cycle[0])
-        self.next[cycle] = np.roll(cycle, -1)
+        ring = random.permutation(ids)
+        self.next = np.full(shape.vocab_size, ring[0])
+        self.next[ring] = np.roll(ring, -1)
         self.code = np.arange(shape.vocab_size)
         self.code[ids] = random.permutation(ids)
 
@@ -166,7 +166,7 @@ class ConstructedPair:
         D = s.hidden_size
         average = np.hstack([np.eye(D) / s.num_draft_layers] * s.num_draft_layers)
         weights = {
-            "fc.weight": average + _noise(random, D, D * s.num_draft_layers, scale=0.02),
+            "fc.weight": average + _normal(random, D, D * s.num_draft_layers, scale=0.02),
             "hidden_norm.weight": np.ones(D),
             "norm.weight": np.ones(D),
         }
@@ -180,7 +180,7 @@ def expected_acceptance_length(rate: float, block_size: int) -> float:
     return sum(rate**i for i in range(block_size))
 
 
-def _noise(random: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
+def _normal(random: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
     """(rows, columns); it turns a vector of unit components into one of components `scale`."""
     return random.standard_normal((rows, columns), dtype=np.float32) * (scale * columns**-0.5)
 
@@ -189,15 +189,15 @@ def _layer(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, 
     """The weights of one random transformer layer."""
     D, I, Q, K = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     weights = {
-        "self_attn.q_proj": _noise(random, Q, D),
-        "self_attn.k_proj": _noise(random, K, D),
-        "self_attn.v_proj": _noise(random, K, D),
-        "self_attn.o_proj": _noise(random, D, Q, scale=_RESIDUAL),
+        "self_attn.q_proj": _normal(random, Q, D),
+        "self_attn.k_proj": _normal(random, K, D),
+        "self_attn.v_proj": _normal(random, K, D),
+        "self_attn.o_proj": _normal(random, D, Q, scale=_RESIDUAL),
         "self_attn.q_norm": np.ones(s.head_dim),
         "self_attn.k_norm": np.ones(s.head_dim),
-        "mlp.gate_proj": _noise(random, I, D),
-        "mlp.up_proj": _noise(random, I, D),
-        "mlp.down_proj": _noise(random, D, I, scale=2 * _RESIDUAL),
+        "mlp.gate_proj": _normal(random, I, D),
+        "mlp.up_proj": _normal(random, I, D),
+        "mlp.down_proj": _normal(random, D, I, scale=2 * _RESIDUAL),
         "input_layernorm": np.ones(D),
         "post_attention_layernorm": np.ones(D),
     }
@@ -207,7 +207,7 @@ def _layer(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, 
 def _copying_attention(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, np.ndarray]:
     """An attention whose heads all look `look_back` positions back and copy the second half of what is there.
 
-    Queries and keys are constants but for noise. RoPE turns both by their positions, and the query by the look-back
+    Queries and keys are constants but for a little randomness. RoPE turns both by their positions, and the query by the look-back
     besides, so their product is greatest where the phases of all frequencies meet: at that distance.
     """
     D, Q, K, d = s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.head_dim
@@ -215,10 +215,10 @@ def _copying_attention(s: PairShape, random: np.random.Generator, prefix: str) -
     frequencies = _ROPE_THETA ** (-np.arange(d // 2) / (d // 2))
     # Slow phases hardly tell neighbours apart.
     gain = np.tile(np.where(np.arange(d // 2) < d * 5 // 16, 10.0, 0.3), 2)
-    query, key = _noise(random, Q, D, scale=0.002), _noise(random, K, D, scale=0.002)
+    query, key = _normal(random, Q, D, scale=0.002), _normal(random, K, D, scale=0.002)
     query[:, 0] += np.tile(np.concatenate([np.cos(frequencies * s.look_back), -np.sin(frequencies * s.look_back)]), s.num_heads)
     key[:, 0] += np.tile(np.concatenate([np.ones(d // 2), np.zeros(d // 2)]), s.num_kv_heads)
-    value, out = _noise(random, K, D, scale=0.02), _noise(random, D, Q, scale=0.02)
+    value, out = _normal(random, K, D, scale=0.02), _normal(random, D, Q, scale=0.02)
     group = s.num_heads // s.num_kv_heads
     for i in range(min(half, K)):
         value[i, 1 + half + i] += 1

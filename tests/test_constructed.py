@@ -31,7 +31,7 @@ def test_text_is_the_targets_and_drafts_are_right_at_the_rate(loaded, rate, leng
     assert 0.75 * expected <= num_tokens / num_rounds <= 1.33 * expected, f"{num_tokens} tokens in {num_rounds} rounds, expected {expected:.2f}"
 
 
-def test_text_is_the_cycle(loaded):
+def test_text_is_the_ring(loaded):
     model, tokenizer, _ = loaded
     prompt = PAIR.prompt(0.5)
     token = prompt[-1]
