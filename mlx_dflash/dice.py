@@ -18,7 +18,7 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 # The draft is less sure of itself than the target: its logits are multiplied by this before they meet the dice.
-SHARPNESS = 1.5
+SHARPNESS = 1.25
 
 
 @dataclass(frozen=True)
