@@ -6,6 +6,7 @@ same keys, so that both often fall on the same token even at a high temperature.
 Knows logits and random keys of one sequence; knows nothing of models or caches.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 # The draft is less sure of itself than the target: its logits are multiplied by this before they meet the dice.
-SHARPNESS = 1.5
+SHARPNESS = 1.25
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,7 @@ class Dice:
         logits: (γ + 1, V), the target's. drafts: (γ,) ids.
         """
         if self._is_greedy and not self.processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            tokens = mx.argmax(logprobs, axis=-1)
-            mx.eval(tokens, drafts)
-            return Roll(tokens.tolist(), list(logprobs))
+            return _roll_greedily(logits, drafts)
         drafted = drafts.tolist()
         roll = Roll([], [])
         states = self._states[-1:]
@@ -129,6 +127,27 @@ class Dice:
             for row in mx.split(logits * SHARPNESS, len(logits)):
                 tokens.append(sampler(log_softmax(row)).astype(mx.uint32))
         return mx.concatenate(tokens)
+
+
+def _roll_greedily(logits: mx.array, drafts: mx.array) -> Roll:
+    """Roll all rows of logits (γ + 1, V) at once. The log-probabilities stay unevaluated until somebody reads them.
+
+    Plain generation takes the greatest log-probability. It is that of the greatest logit, unless rounding makes
+    log-probabilities equal whose logits are not; only then are they needed, and they cost as much as many layers.
+    """
+    logprobs = [log_softmax(logits[i : i + 1]).squeeze(0) for i in range(len(logits))]
+    if logits.dtype == mx.float32:
+        top = mx.max(logits, axis=-1, keepdims=True)
+        # |log-probability of the top| <= log V, and its logsumexp lies within log V of the top.
+        step = mx.finfo(mx.float32).eps * (mx.abs(top) + math.log(logits.shape[-1]))
+        num_close = mx.sum(logits >= top - 2 * step, axis=-1)
+        tokens = mx.argmax(logits, axis=-1)
+        mx.eval(tokens, num_close, drafts)
+        if mx.max(num_close).item() == 1:
+            return Roll(tokens.tolist(), logprobs)
+    tokens = mx.argmax(mx.stack(logprobs), axis=-1)
+    mx.eval(tokens, drafts)
+    return Roll(tokens.tolist(), logprobs)
 
 
 def _state() -> tuple[int, int]:

@@ -54,13 +54,8 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    if path_or_hf_repo == "demo" and mx.default_device().type == mx.DeviceType.cpu:
-        # Quantized products are slow on the CPU, where the memory for float32 is no concern.
-        from mlx_lm.utils import dequantize_model
-
-        model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
-        model = dequantize_model(model)
-        mx.eval(model.parameters())
+    if path_or_hf_repo == "demo":
+        model = _fit_to_device(model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -76,7 +71,6 @@ def load_draft(
     """
     if path_or_hf_repo == "demo":
         path = _demo("draft_path")
-        dtype = mx.float32 if dtype is None and mx.default_device().type == mx.DeviceType.cpu else dtype
     else:
         path = _local(path_or_hf_repo) or _download(path_or_hf_repo, revision)
     config_dict = _read_config(path)
@@ -93,6 +87,8 @@ def load_draft(
         _quantize(draft, config.quantization, weights)
     _check_weights(draft, weights, path)
     draft.load_weights(list(weights.items()))
+    if path_or_hf_repo == "demo":
+        draft = _fit_to_device(draft)
     if dtype is not None:
         draft.set_dtype(dtype)
     draft.eval()
@@ -125,7 +121,23 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
     if width != config.target_hidden_size:
         raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
     draft._checked_target = weakref.ref(model)
+    draft.round_seconds.clear()
     return structure
+
+
+def _fit_to_device(model: nn.Module) -> nn.Module:
+    """Return a model of the demo pair as it is on a GPU, in float32 on the CPU.
+
+    Quantized products are slow on the CPU, where the memory for float32 is no concern.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return model
+    from mlx_lm.utils import dequantize_model
+
+    model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
+    model = dequantize_model(model)
+    mx.eval(model.parameters())
+    return model
 
 
 def _demo(part: str) -> Path:

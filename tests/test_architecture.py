@@ -26,6 +26,8 @@ LEVELS = {
     "accept": 5,
     "dice": 5,
     "stats": 5,
+    "pacing": 5,
+    "constructed": 5,
     "rollback": 5,
     "structure": 5,
     "draft": 4,

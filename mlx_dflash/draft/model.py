@@ -99,6 +99,12 @@ class DraftModel(nn.Module):
             config.head_dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings
         )
         self._fused_kv = None
+        self._round_seconds: dict[int, float] = {}
+
+    @property
+    def round_seconds(self) -> dict[int, float]:
+        """Seconds of a round by its number of drafts, as far as they were measured with the latest target."""
+        return self._round_seconds
 
     @property
     def dtype(self) -> mx.Dtype:
