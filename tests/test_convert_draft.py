@@ -9,6 +9,7 @@ import pytest
 from convert import convert_draft
 from convert.__main__ import main
 from convert.draft import Quantization
+from mlx_dflash import load_draft
 
 HIDDEN, MLP, NUM_LAYERS, NUM_TAPS = 64, 128, 2, 3
 
@@ -40,6 +41,13 @@ def draft_config() -> dict:
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": NUM_LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 96,
+        "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
         "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]},
     }
@@ -130,6 +138,20 @@ def test_matrices_are_quantized_and_norms_stay(tmp_path, bits, group_size):
     assert quantization == {"bits": bits, "group_size": group_size, "mode": "affine"}
 
 
+def test_quantized_folder_loads_as_a_draft(tmp_path):
+    source = write_folder(tmp_path / "hf", [draft_weights()])
+    convert_draft(source, tmp_path / "mlx", "float32", Quantization(8, 32))
+    weights, converted = draft_weights(), read(tmp_path / "mlx")
+    features = mx.random.normal((1, 4, NUM_TAPS * HIDDEN))
+    fused = load_draft(str(tmp_path / "mlx")).fc(features)
+    scales, biases = converted["fc.scales"], converted["fc.biases"]
+    expected = features @ mx.dequantize(converted["fc.weight"], scales, biases, 32, 8).T
+    assert mx.allclose(fused, expected, atol=1e-4).item()
+    exact = features @ weights["fc.weight"].astype(mx.float32).T
+    error = (mx.linalg.norm(fused - exact) / mx.linalg.norm(exact)).item()
+    assert 0 < error < 0.01, f"relative error {error:.4f}"
+
+
 def test_matrix_that_does_not_divide_into_groups_stays(tmp_path):
     source = write_folder(tmp_path / "hf", [draft_weights()])
     convert_draft(source, tmp_path / "mlx", None, Quantization(8, 128))
@@ -169,6 +191,10 @@ def damage(folder: Path, how: str) -> Path:
         write_folder(folder, [weights | {"markov_w1": weights["norm.weight"]}])
     elif how == "quantized already":
         write_folder(folder, [weights], config | {"quantization": {"bits": 4, "group_size": 64}})
+    elif how == "wrong shape":
+        write_folder(folder, [weights | {"fc.weight": weights["fc.weight"][:, :HIDDEN]}])
+    elif how == "near relative":
+        write_folder(folder, [weights], config | {"projector_type": "domino"})
     elif how == "no number of layers":
         del config["num_hidden_layers"]
         write_folder(folder, [weights], config)
@@ -184,9 +210,11 @@ def damage(folder: Path, how: str) -> Path:
         ("missing shard", "lacks model-00002-of-00002.safetensors"),
         ("tensor lost from its shard", "lacks the tensor norm.weight"),
         ("tensor twice", "norm.weight twice"),
-        ("missing tensor", "lacks 1 of 25 tensors, the first layers.1.mlp.up_proj.weight"),
-        ("unknown tensor", "markov_w1 belongs to no DFlash 1 draft"),
+        ("missing tensor", "lacks 1 tensors of a DFlash draft, among them layers.1.mlp.up_proj.weight"),
+        ("unknown tensor", "not part of a DFlash draft, among them markov_w1"),
         ("quantized already", "quantized already"),
+        ("wrong shape", "fc.weight has shape"),
+        ("near relative", "'domino' is not plain DFlash"),
         ("no number of layers", "num_hidden_layers"),
     ],
 )

