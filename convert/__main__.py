@@ -49,12 +49,8 @@ def run(parser: argparse.ArgumentParser, options: dict) -> None:
         print(convert_gguf(source, options["mlx_path"], options["dtype"]))
     elif is_draft_config(source_config(source, options["revision"])):
         refuse_flags(parser, options, DRAFT_FLAGS, "a draft")
-        quantization = None
-        if options["quantize"]:
-            sizes = {"bits": options["q_bits"], "group_size": options["q_group_size"]}
-            quantization = Quantization(**{key: size for key, size in sizes.items() if size is not None})
         folder = source_folder(source, options["revision"])
-        print(convert_draft(folder, options["mlx_path"], options["dtype"], quantization))
+        print(convert_draft(folder, options["mlx_path"], options["dtype"], quantization_of(options)))
     else:
         mlx_lm_convert().convert(**options)
 
@@ -62,6 +58,15 @@ def run(parser: argparse.ArgumentParser, options: dict) -> None:
 def mlx_lm_convert() -> ModuleType:
     """Give the module, which in mlx_lm's namespace is hidden by its function of the same name."""
     return importlib.import_module("mlx_lm.convert")
+
+
+def quantization_of(options: dict) -> Quantization | None:
+    """Give what -q asks for, or None. Raises ValueError for sizes without -q."""
+    sizes = {"bits": options["q_bits"], "group_size": options["q_group_size"]}
+    given = {key: size for key, size in sizes.items() if size is not None}
+    if given and not options["quantize"]:
+        raise ValueError("--q-bits and --q-group-size go with -q; add it or leave them out")
+    return Quantization(**given) if options["quantize"] else None
 
 
 def refuse_flags(parser: argparse.ArgumentParser, options: dict, honoured: set[str], kind: str) -> None:

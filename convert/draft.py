@@ -1,7 +1,7 @@
 """Hugging Face DFlash draft folder -> MLX folder, quantized on request.
 
-Tensors keep their names (z-lab's). Knows which files hold them, which a draft must have, and how MLX names quantized
-matrices; runs no model.
+Tensors keep their names (z-lab's). Knows which files hold them and how MLX names quantized matrices; what a draft must
+consist of is the loader's knowledge, asked at the end. Runs no model.
 """
 
 import json
@@ -13,13 +13,6 @@ from tqdm import tqdm
 
 from .output import cast, new_folder, refuse_existing, write_config, write_weights
 
-TOP_TENSORS = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-LAYER_TENSORS = {
-    *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-    *(f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")),
-    *("input_layernorm.weight", "post_attention_layernorm.weight"),
-}
-BIASES = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
 INDEX = "model.safetensors.index.json"
 
 
@@ -54,7 +47,6 @@ def convert_draft(
     weights = read_weights(source)
     if quantization and not any(_can_pack(w, quantization) for w in weights.values()):
         raise ValueError(f"no matrix of {source} has rows that divide into groups of {quantization.group_size}")
-    check_complete(weights, config)
     with new_folder(mlx_path) as folder:
         converted = {}
         for name, weight in tqdm(weights.items(), desc="Convert", disable=None if progress is None else not progress):
@@ -62,6 +54,7 @@ def convert_draft(
             converted |= _packed(name, weight, quantization)
         write_weights(folder, converted)
         write_config(folder, _new_config(config, dtype, quantization))
+        _check_loads(folder, source)
     return Path(mlx_path)
 
 
@@ -103,19 +96,6 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
-def check_complete(weights: dict[str, mx.array], config: dict) -> None:
-    """Raise ValueError unless the names are those of a DFlash 1 draft with num_hidden_layers layers."""
-    num_layers = config.get("num_hidden_layers")
-    if not isinstance(num_layers, int):
-        raise ValueError(f"config.json must give num_hidden_layers as a whole number, got {num_layers!r}")
-    layer = LAYER_TENSORS | (BIASES if config.get("attention_bias") else set())
-    expected = TOP_TENSORS | {f"layers.{i}.{name}" for i in range(num_layers) for name in layer}
-    if missing := sorted(expected - weights.keys()):
-        raise ValueError(f"the draft lacks {len(missing)} of {len(expected)} tensors, the first {missing[0]}")
-    if unknown := sorted(weights.keys() - expected):
-        raise ValueError(f"{unknown[0]} belongs to no DFlash 1 draft; this kind of draft cannot be converted")
-
-
 def _can_pack(weight: mx.array, quantization: Quantization) -> bool:
     return weight.ndim == 2 and weight.shape[1] % quantization.group_size == 0
 
@@ -137,3 +117,13 @@ def _new_config(config: dict, dtype: str | None, quantization: Quantization | No
     if quantization:
         new["quantization"] = quantization._asdict() | {"mode": "affine"}
     return new
+
+
+def _check_loads(folder: Path, source: Path) -> None:
+    """Load the new folder as its user will: refuses unsupported kinds of drafts, tensors missing, unknown or misshapen."""
+    from mlx_dflash.loading import load_draft
+
+    try:
+        load_draft(str(folder))
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be used as a draft: {str(error).replace(str(folder), 'it')}") from error

@@ -13,13 +13,14 @@ from typing import Any, BinaryIO, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-# Types whose values mx.load, or the raw bytes, give exactly.
-EXACT_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 8: "Q8_0", 30: "BF16"}
-OTHER_TYPES = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
+    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
+# Types whose values mx.load, or the raw bytes, give exactly.
+BLOCK_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # of 32 values
 QUANTIZED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # affine, one scale and bias for 32 values
 GROUP_SIZE = 32
 
@@ -47,9 +48,11 @@ class GGUFFile:
         self.path = Path(path)
         with self.path.open("rb") as file:
             self.directory = _read_directory(file, self.path)
-        self._refuse_other_types()
+        self._check_directory()
         tensors, metadata = mx.load(str(self.path), format="gguf", return_metadata=True)
         self.metadata = {key: _plain(value) for key, value in metadata.items()}
+        if self.value("split.count", 1) > 1:
+            raise ValueError(f"{self.path.name} is one of {self.value('split.count')} parts; merge them into one file")
         self.tensors = tensors | {name: self._read_bf16(e) for name, e in self.directory.items() if e.type == "BF16"}
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -60,11 +63,21 @@ class GGUFFile:
             raise ValueError(f"{self.path.name} has no {key} in its metadata")
         return default
 
-    def _refuse_other_types(self) -> None:
+    def entry(self, name: str) -> Entry:
+        """The directory's line for a tensor; ValueError if the file lacks it."""
+        if name not in self.directory:
+            raise ValueError(f"{self.path.name} lacks the tensor {name}")
+        return self.directory[name]
+
+    def _check_directory(self) -> None:
+        num_bytes = self.path.stat().st_size
         for name, entry in self.directory.items():
-            if entry.type not in EXACT_TYPES.values():
-                known = ", ".join(EXACT_TYPES.values())
+            if entry.type not in BLOCK_BYTES:
+                known = ", ".join(BLOCK_BYTES)
                 raise ValueError(f"{self.path.name}: {name} is stored as {entry.type}; can convert {known}")
+            end = entry.start + prod(entry.shape) * BLOCK_BYTES[entry.type] // 32
+            if end > num_bytes:
+                raise ValueError(f"{self.path.name} is cut off: {name} ends at byte {end} of {num_bytes}")
 
     def _read_bf16(self, entry: Entry) -> mx.array:
         # mx.load would go through float16, whose range is smaller.
@@ -99,8 +112,7 @@ def _read_line(file: BinaryIO) -> tuple[str, str, tuple[int, ...], int]:
     name = _string(file).decode()
     (num_dims,) = _unpack(file, "I")
     *dims, kind, offset = _unpack(file, f"{num_dims}QIQ")
-    type_name = EXACT_TYPES.get(kind) or OTHER_TYPES.get(kind, f"type {kind}")
-    return name, type_name, tuple(reversed(dims)), offset
+    return name, TYPES.get(kind, f"type {kind}"), tuple(reversed(dims)), offset
 
 
 def _skip_value(file: BinaryIO, kind: int) -> None:

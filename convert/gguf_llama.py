@@ -42,6 +42,9 @@ def llama_config(gguf: GGUFFile) -> dict:
     rotated = gguf.value("llama.rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ValueError(f"{gguf.path.name} rotates {rotated} of {head_dim} channels; can convert full RoPE only")
+    num_kv_heads = gguf.value("llama.attention.head_count_kv", num_heads)
+    if isinstance(num_kv_heads, list):
+        raise ValueError(f"{gguf.path.name} has KV heads that differ by layer; can convert one number for all")
     quantization = _quantization(gguf)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -51,10 +54,10 @@ def llama_config(gguf: GGUFFile) -> dict:
         "intermediate_size": gguf.value("llama.feed_forward_length"),
         "num_hidden_layers": gguf.value("llama.block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": gguf.value("llama.attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": gguf.value("llama.attention.layer_norm_rms_epsilon"),
-        "vocab_size": gguf.directory["token_embd.weight"].shape[0],
+        "vocab_size": gguf.entry("token_embd.weight").shape[0],
         "max_position_embeddings": gguf.value("llama.context_length"),
         "rope_theta": gguf.value("llama.rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(gguf),
@@ -73,6 +76,8 @@ def llama_weights(gguf: GGUFFile, config: dict) -> dict[str, mx.array]:
     for name, tensor in gguf.tensors.items():
         if name == ROPE_FACTORS:
             continue
+        if name.endswith(".biases") and not mx.all(mx.isfinite(tensor)).item():
+            raise ValueError(f"{name.removesuffix('.biases')} has scales too large for a float16 bias")
         new_name = mlx_name(name)
         if ".q_proj." in new_name:
             tensor = half_split_rows(tensor, config["num_attention_heads"])

@@ -33,7 +33,7 @@ def convert_gguf(
         config |= _write_tokenizer(gguf, folder)
         steps.update()
         steps.set_description("Write weights")
-        dtype = dtype or EXACT_DTYPES.get(gguf.directory["token_embd.weight"].type, "float32")
+        dtype = dtype or EXACT_DTYPES.get(gguf.entry("token_embd.weight").type, "float32")
         weights = {name: cast(name, w, dtype) for name, w in llama_weights(gguf, config).items()}
         write_weights(folder, weights)
         write_config(folder, config | {"dtype": dtype, "torch_dtype": dtype})

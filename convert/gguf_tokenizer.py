@@ -37,11 +37,14 @@ PRE_TOKENIZERS = {
 def gguf_tokenizer(gguf: GGUFFile) -> PreTrainedTokenizerFast:
     """Build the tokenizer with its special tokens and chat template.
 
-    Raises ValueError for a model or pre-tokenizer that is not in the tables, and for a vocabulary with duplicates.
+    Raises ValueError for a model or pre-tokenizer that is not in the tables, for a vocabulary with duplicates or
+    without embedding.
     """
     tokens = gguf.value("tokenizer.ggml.tokens")
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"{gguf.path.name} has a token twice; its ids would be ambiguous")
+    if len(tokens) > (rows := gguf.entry("token_embd.weight").shape[0]):
+        raise ValueError(f"{gguf.path.name} has {len(tokens)} tokens but an embedding of {rows} rows")
     kind = gguf.value("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
     if kind not in builders:
@@ -116,7 +119,7 @@ def _added_tokens(gguf: GGUFFile, tokens: list[str]) -> list[AddedToken]:
 
 def _add_template(gguf: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """Put BOS before and EOS behind a text when the file says so (unsaid: BOS for SentencePiece and Llama 3)."""
-    is_llama = "llama" in (gguf.value("tokenizer.ggml.model"), gguf.metadata.get("tokenizer.ggml.pre", "")[:5])
+    is_llama = gguf.value("tokenizer.ggml.model") == "llama" or gguf.value("tokenizer.ggml.pre") == "llama-bpe"
     ids = special_ids(gguf)
     before, behind = [], []
     if gguf.value("tokenizer.ggml.add_bos_token", is_llama) and "bos" in ids:
