@@ -9,7 +9,7 @@ import re
 import mlx.core as mx
 import numpy as np
 
-from .gguf_file import GROUP_SIZE, QUANTIZED_BITS, GGUFFile
+from mlx_dflash.gguf_file import GROUP_SIZE, GGUFFile
 
 ARCHITECTURE = "llama"
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -109,7 +109,7 @@ def half_split_rows(tensor: mx.array, num_heads: int) -> mx.array:
 
 def _quantization(gguf: GGUFFile) -> dict | None:
     """The quantization entry: the commonest bits for all, an entry of its own for every matrix that differs."""
-    bits = {name: QUANTIZED_BITS[e.type] for name, e in gguf.directory.items() if e.type in QUANTIZED_BITS}
+    bits = gguf.quantized_bits
     if not bits:
         return None
     counts = list(bits.values())

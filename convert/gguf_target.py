@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .gguf_file import GGUFFile
+from mlx_dflash.gguf_file import GGUFFile
 from .gguf_llama import llama_config, llama_weights
 from .output import cast, new_folder, refuse_existing, write_config, write_json, write_weights
 
