@@ -211,10 +211,10 @@ def damage(folder: Path, how: str) -> Path:
         ("tensor lost from its shard", "lacks the tensor norm.weight"),
         ("tensor twice", "norm.weight twice"),
         ("missing tensor", "lacks 1 tensors of a DFlash draft, among them layers.1.mlp.up_proj.weight"),
-        ("unknown tensor", "not part of a DFlash draft, among them markov_w1"),
+        ("unknown tensor", "tensor markov_w1: DSpark"),
         ("quantized already", "quantized already"),
         ("wrong shape", "fc.weight has shape"),
-        ("near relative", "'domino' is not plain DFlash"),
+        ("near relative", "'domino': Domino"),
         ("no number of layers", "num_hidden_layers"),
     ],
 )

@@ -23,7 +23,11 @@ VERSION_2 = {
     "more taps than rows": draft2_config(dict(conv_kernel_size=9, block_size=3)),
     "scales": draft2_config(dict(input_embedding_scale=0.5, output_multiplier=0.2, final_logit_softcapping=3.0)),
 }
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 OPTIONS = {
+    "yarn, its factor given": draft_config(rope_scaling=dict(YARN, attention_factor=1.3)),
+    "yarn, not truncated": draft_config(rope_scaling=dict(YARN, truncate=False, beta_fast=16, beta_slow=2)),
+    "yarn, both mscales": draft_config(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5)),
     "sinks": draft_config(dict(attention_sink_bias=True)),
     "sinks sliding": draft_config(dict(attention_sink_bias=True), layer_types=[SLIDING] * 2, sliding_window=8, is_causal=False),
     "value scale": draft_config(dict(attention_value_scale=0.7)),

@@ -64,13 +64,13 @@ def gguf_draft_tensors(gguf: GGUFFile) -> dict[str, mx.array]:
         if not _stays_quantized(name):
             stem = name.removesuffix("weight")
             scales, biases = tensors.pop(stem + "scales"), tensors.pop(stem + "biases")
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
             tensors[name] = mx.dequantize(tensors[name], scales, biases, group_size=GROUP_SIZE, bits=bits)
     return tensors
 
 
 def _stays_quantized(name: str) -> bool:
-    plain = plain_name(name) or ""
-    return plain.endswith(".weight") and "conv" not in plain
+    return (plain_name(name) or "").endswith(".weight")
 
 
 def _vocab_size(gguf: GGUFFile, prefix: str) -> int:
