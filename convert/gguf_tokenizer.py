@@ -62,9 +62,16 @@ def gguf_tokenizer(gguf: GGUFFile) -> PreTrainedTokenizerFast:
 
 
 def special_ids(gguf: GGUFFile) -> dict[str, int]:
-    """Give the ids of "bos", "eos", "eot" (end of turn), "unk" and "pad", those that the file names."""
+    """Give the ids of "bos", "eos", "eot" (end of turn), "unk" and "pad", those that the file names.
+
+    Raises ValueError for an id that is no token of the vocabulary.
+    """
     keys = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
     found = {role: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys.items()}
+    num_tokens = len(gguf.value("tokenizer.ggml.tokens"))
+    for role, i in found.items():
+        if i is not None and not 0 <= i < num_tokens:
+            raise ValueError(f"{gguf.path.name} names token {i} as {role}, but has {num_tokens} tokens")
     return {role: i for role, i in found.items() if i is not None}
 
 

@@ -109,15 +109,15 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
     return text
 
 
-def report(response: GenerationResponse) -> str:
-    """What a run did, in a few lines, from its last response."""
+def report(response: GenerationResponse, with_rounds: bool = True) -> str:
+    """What a run did, in a few lines, from its last response; with_rounds: also of its rounds, if it had any."""
     lines = [
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.1f} tokens-per-sec",
         f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.1f} tokens-per-sec",
         f"Peak memory: {response.peak_memory:.3f} GB",
     ]
     stats = getattr(response, "stats", None)
-    if stats is not None and stats.num_rounds:
+    if with_rounds and stats is not None and stats.num_rounds:
         counts = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accepted))
         times = " ".join(
             f"{name} {1e3 * seconds / stats.num_rounds:.2f}"

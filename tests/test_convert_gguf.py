@@ -258,6 +258,8 @@ def broken(change: str) -> tuple[dict, dict]:
         metadata["token_list"] = [*files.TOKENS[:-1], "a"]
     elif change == "too many tokens":
         metadata["token_list"] = [*files.TOKENS, "more"]
+    elif change == "special token outside":
+        metadata["pad_token_id"] = 2**32 - 1
     elif change == "partial rope":
         metadata["rope_dimension_count"] = 8
     elif change == "experts":
@@ -278,6 +280,7 @@ def broken(change: str) -> tuple[dict, dict]:
         ("unknown tokenizer", "'rwkv' tokenizer"),
         ("token twice", "a token twice"),
         ("too many tokens", "an embedding of"),
+        ("special token outside", "token 4294967295 as pad"),
         ("partial rope", "8 of 16 channels"),
         ("experts", "mixture of experts"),
     ],
