@@ -5,6 +5,7 @@ that the configuration describes. Knows nothing of generation.
 """
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,16 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
     return structure
 
 
-def _head_rows(structure: Structure, ids: mx.array) -> nn.Module:
-    """A head that consists of some rows of the target's, quantized as they are there."""
+def _head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    """A head (1, L, H) -> (1, L, n) of n rows of the target's, quantized as they are there."""
     module = structure.unembed if isinstance(structure.unembed, nn.Module) else structure.embedding
     rows = {name: value[ids] for name, value in module.items() if isinstance(value, mx.array)}
-    if "scales" not in rows:
-        head = nn.Linear(1, 1, bias="bias" in rows)
-    else:
-        head = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
-        nn.Module.__init__(head)
-        head.group_size, head.bits, head.mode = module.group_size, module.bits, module.mode
-    head.update(rows)
-    mx.eval(head.parameters())
-    return head
+    mx.eval(rows)
+    weight, scales, bias = rows["weight"], rows.get("scales"), rows.get("bias", 0.0)
+    if scales is None:
+        return lambda hidden: hidden @ weight.T + bias
+    packing = dict(group_size=module.group_size, bits=module.bits, mode=module.mode)
+    return lambda hidden: mx.quantized_matmul(hidden, weight, scales, rows.get("biases"), transpose=True, **packing) + bias
 
 
 def _demo(part: str) -> Path:

@@ -4,11 +4,24 @@ import json
 
 import gguf
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from fixtures import MASK_ID, draft2_config, draft_config, draft_inputs, draft_weights, save_checkpoint, save_draft
+from fixtures import (
+    MASK_ID,
+    draft2_config,
+    draft_config,
+    draft_inputs,
+    draft_weights,
+    plain_tokens,
+    save_checkpoint,
+    save_draft,
+    tiny_target,
+)
+from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
+from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.config import DraftConfig
 from mlx_dflash.draft.drafter import Drafter
@@ -92,6 +105,27 @@ def test_reduced_head_without_weights_uses_rows_of_the_targets(tmp_path):
     logits, proposal = logits_of(save_checkpoint(tmp_path / "other", {**config, "draft_vocab_size": 4}, arrays))
     assert np.abs(logits - expected[:, ids]).max() <= 1e-5
     assert proposal == ids[expected[:, ids].argmax(-1)].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["float", "quantized"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_text_with_a_reduced_head_is_the_targets_own(tmp_path, is_tied, is_quantized, temperature):
+    config = draft_config()
+    ids = np.arange(0, 97, 3)
+    arrays = {name: mx.array(w) for name, w in draft_weights(config).items()} | {"d2t": mx.array(ids - np.arange(len(ids)))}
+    draft = mlx_dflash.load_draft(str(save_checkpoint(tmp_path, {**config, "draft_vocab_size": len(ids)}, arrays)))
+    target = tiny_target(tie_word_embeddings=is_tied)
+    if is_quantized:
+        nn.quantize(target, group_size=32, bits=4)
+    sampler = make_sampler(temp=temperature)
+    expected = plain_tokens(target, [3, 1, 4, 1, 5], 40, sampler=sampler, seed=5)
+    mx.random.seed(5)
+    session = open_session(target, draft, mx.array([3, 1, 4, 1, 5]), 40, sampler=sampler)
+    assert [e.token for e in session.emit(mx.array([3, 1, 4, 1, 5]))] == expected
+    hidden = mx.random.normal((1, 3, 32))
+    whole = target.model.embed_tokens.as_linear(hidden) if is_tied else target.lm_head(hidden)
+    assert mx.allclose(draft.borrowed_head(hidden), whole[..., mx.array(ids)], atol=1e-5).item()
 
 
 LAYOUTS = {

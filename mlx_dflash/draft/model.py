@@ -144,7 +144,7 @@ class DraftModel(nn.Module):
             self.d2t = mx.zeros((config.draft_vocab_size,), mx.int32)
         self._rope = make_rope(config)
         self._fused_kv = None
-        self._borrowed_head: list[nn.Module] = []
+        self._borrowed_head: Callable[[mx.array], mx.array] | None = None
 
     @property
     def token_ids(self) -> mx.array | None:
@@ -152,13 +152,13 @@ class DraftModel(nn.Module):
         return (self.d2t + mx.arange(self.d2t.size)).astype(mx.uint32) if "d2t" in self else None
 
     @property
-    def borrowed_head(self) -> nn.Module | None:
+    def borrowed_head(self) -> Callable[[mx.array], mx.array] | None:
         """The rows of the target's head that a reduced head without weights of its own consists of."""
-        return self._borrowed_head[0] if self._borrowed_head else None
+        return self._borrowed_head
 
-    def borrow_head(self, rows: nn.Module) -> None:
-        """Use rows of a target's head, a module (1, L, H) -> (1, L, Vd), which do not become part of this model."""
-        self._borrowed_head = [rows]
+    def borrow_head(self, rows: Callable[[mx.array], mx.array]) -> None:
+        """Use rows of a target's head, (1, L, H) -> (1, L, Vd), which do not become part of this model."""
+        self._borrowed_head = rows
 
     @property
     def dtype(self) -> mx.Dtype:
