@@ -41,21 +41,22 @@ class GGUFFile:
     """A GGUF file, opened and checked.
 
     metadata: key -> str, bool, int, float or list. tensors: name -> array, where a quantized X.weight comes with
-    X.scales and X.biases. directory: name -> Entry. In a file with k-quants every quantized tensor is float16.
+    X.scales and X.biases. directory: name -> Entry. In a file with k-quants every quantized tensor is float16 instead;
+    if it unpacks, in every file, and float32.
     Raises ValueError for a file that is not GGUF, is cut off, or holds a tensor type that cannot be read.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, unpacks: bool = False):
         self.path = Path(path)
         with self.path.open("rb") as file:
             self.directory = _read_directory(file, self.path)
         self._check_size()
-        if all(entry.type in BLOCK_BYTES for entry in self.directory.values()):
+        if not unpacks and all(entry.type in BLOCK_BYTES for entry in self.directory.values()):
             tensors, metadata = mx.load(str(self.path), format="gguf", return_metadata=True)
             self.metadata = {key: _plain(value) for key, value in metadata.items()}
             self.tensors = tensors | {name: self._read_bf16(e) for name, e in self.directory.items() if e.type == "BF16"}
         else:
-            self.tensors, self.metadata = _read_with_library(self.path)
+            self.tensors, self.metadata = _read_with_library(self.path, mx.float32 if unpacks else mx.float16)
         if self.value("split.count", 1) > 1:
             raise ValueError(f"{self.path.name} is one of {self.value('split.count')} parts; merge them into one file")
 
@@ -93,8 +94,25 @@ class GGUFFile:
         return mx.array(bits.reshape(entry.shape)).view(mx.bfloat16)
 
 
-def _read_with_library(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """Tensors and metadata by the gguf package, quantized tensors as float16."""
+def gguf_architecture(path: Path) -> str:
+    """Read what kind of model a file holds, without its tensors. Raises ValueError for a file that is not GGUF."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file")
+        try:
+            _, _, num_values = _unpack(file, "IQQ")
+            for _ in range(num_values):
+                key, (kind,) = _string(file), _unpack(file, "I")
+                if key == b"general.architecture" and kind == _STRING:
+                    return _string(file).decode()
+                _skip_value(file, kind)
+        except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
+            raise ValueError(f"{path.name} is cut off or damaged") from error
+    raise ValueError(f"{path.name} has no general.architecture in its metadata")
+
+
+def _read_with_library(path: Path, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Tensors and metadata by the gguf package, quantized tensors as dtype."""
     try:
         from gguf import GGUFReader
         from gguf.quants import dequantize
@@ -115,7 +133,7 @@ def _read_with_library(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]
                 values = mx.array(dequantize(tensor.data, tensor.tensor_type))
             except NotImplementedError as error:
                 raise ValueError(f"{path.name}: {tensor.name} is stored as {kind}, which cannot be read") from error
-            values = values if kind == "F32" else values.astype(mx.bfloat16 if kind == "BF16" else mx.float16)
+            values = values if kind == "F32" else values.astype(mx.bfloat16 if kind == "BF16" else dtype)
         shape = tuple(int(n) for n in reversed(tensor.shape))
         tensors[tensor.name] = values.reshape(shape)
         mx.eval(tensors[tensor.name])
