@@ -67,10 +67,11 @@ def check_gguf(folder: Path, source: Path) -> Comparison:
     rows = []
     for is_source in (False, True):
         model, config = load_model(folder, lazy=True)
+        # First the scales, so that nothing is rounded on the way.
+        model.set_dtype(mx.float32)
         model = dequantize_model(model)
         if is_source:
             model.load_weights(list(model_weights(GGUFFile(source, unpacks=True), config).items()), strict=False)
-        model.set_dtype(mx.float32)
         rows.append(target_rows(model))
         mx.eval(rows)
         del model

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
@@ -141,7 +142,12 @@ def _quantized(draft: DraftModel, config: dict[str, Any], quantization: Quantiza
         raise ValueError(f"--quant-predicate {recipe} needs --q-mode affine, got {mode}")
     if recipe:
         group_size = group_size or 64
-    predicate = mixed_quant_predicate_builder(recipe, draft, group_size) if recipe else None
+    mixed = mixed_quant_predicate_builder(recipe, draft, group_size) if recipe else None
+
+    def predicate(path: str, module: nn.Module) -> bool | dict:
+        # The recipes expect a layer's number in second place of every dotted path.
+        return mixed(path if path.startswith("layers.") else path.rpartition(".")[2], module) if mixed else True
+
     before = sum(1 for name, _ in tree_flatten(draft.parameters()) if name.endswith(".scales"))
     with redirect_stdout(StringIO()):
         draft, config = quantize_model(draft, config, group_size, bits, mode=mode, quant_predicate=predicate)
