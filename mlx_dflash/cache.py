@@ -200,7 +200,8 @@ class WindowedKVCache(RotatingKVCache):
         return create_causal_mask(N, before, window_size=window)
 
     def is_trimmable(self) -> bool:
-        return True
+        """Whether any number of rows can be taken back, which is what mlx-lm asks; see max_trim."""
+        return self.start == 0
 
     def max_trim(self) -> int:
         """Number of last rows that can be taken back without losing what the rest sees."""

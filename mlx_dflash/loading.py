@@ -60,8 +60,8 @@ def load(
         # Quantized products are slow on the CPU, where the memory for float32 is no concern.
         from mlx_lm.utils import dequantize_model
 
+        model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
         model = dequantize_model(model)
-        model.set_dtype(mx.float32)
         mx.eval(model.parameters())
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 

@@ -8,6 +8,7 @@ but the last, the anchor. Knows tokens; knows nothing of text, of model families
 
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,20 +90,19 @@ class Session:
 
         However the iteration ends, the caches then cover the prompt and exactly the emitted tokens (see settles).
         """
-        num_emitted, latest, taken = 0, None, 0
+        covered, last = self.target.length + prompt.size, prompt[-1].item()
         try:
             for latest in self.rounds(prompt, **prefill):
-                verdict, taken = latest.verdict, 0
+                verdict = latest.verdict
                 for i, token in enumerate(verdict.tokens):
-                    taken += 1
+                    covered, last = covered + 1, token
                     is_last = i == verdict.num_accepted
                     yield Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
-                num_emitted += taken
-                if num_emitted // _CLEAR_EVERY > (num_emitted - taken) // _CLEAR_EVERY:
+                if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:
                     mx.clear_cache()
         finally:
             with mx.stream(self.stream):
-                self._leave(latest, taken)
+                self._leave(covered, last)
 
     def rounds(
         self,
@@ -116,7 +116,8 @@ class Session:
         prompt tokens processed so far and their total. If the prefill fails, the caches cover what they did before,
         or, where they cannot go back so far, what was read.
         """
-        self._anchor = int(prompt[-1].item())
+        self._anchor = prompt[-1].item()
+        self._confirmed = self.target.length + prompt.size - 1
         with mx.stream(self.stream):
             self.dice.begin(prompt)
             self._prefill(prompt[:-1], step_size, lambda done: progress(done, prompt.size))
@@ -137,11 +138,10 @@ class Session:
 
     def _prefill(self, tokens: mx.array, step_size: int, progress: Callable[[int], None]) -> None:
         started, before = time.perf_counter(), self.target.length
-        progress(0)
         try:
+            progress(0)
             self.target.prefill(tokens, self.drafter.extend_context, step_size, progress)
         except BaseException:
-            self._anchor = None
             can_restart = self.target.can_rewind(before) and self.drafter.can_rewind(before)
             length = before if can_restart else min(self.target.length, self.drafter.context_length)
             self.target.rewind(length)
@@ -152,32 +152,46 @@ class Session:
     def _round(self, clock: RoundClock, num_drafts: int, limit: float) -> Round:
         """One round with at most num_drafts drafts, which adds at most limit tokens to the text."""
         anchor = self._anchor
-        drafts = self.drafter.propose(anchor, num_drafts)
-        clock.drafted(drafts)
-        scores = self.target.verify(anchor, drafts)
-        clock.verifying()
-        try:
+        with self._all_or_nothing() as confirmed:
+            drafts = self.drafter.propose(anchor, num_drafts)
+            clock.drafted(drafts)
+            scores = self.target.verify(anchor, drafts)
+            clock.verifying()
             rolled = self.dice.roll(scores.logits, drafts)
+            self._confirmed = confirmed
             clock.rolled()
             proposal = drafts.tolist()
             verdict = accept(proposal, rolled.tokens).cut(self.stop_tokens, limit)
-        except BaseException:
-            self.target.commit(0)
-            raise
-        self.target.commit(verdict.num_accepted + 1)
-        self.drafter.extend_context(scores.features[:, : verdict.num_accepted + 1])
+            self.target.commit(verdict.num_accepted + 1)
+            self.drafter.extend_context(scores.features[:, : verdict.num_accepted + 1])
         self._anchor = verdict.next_token
         return Round(anchor, proposal, verdict, rolled.logprobs)
 
-    def _leave(self, latest: Round | None, taken: int) -> None:
-        """Let the caches cover the prompt and the emitted tokens, of which the latest round gave the first `taken`."""
-        self.dice.end(taken)
-        if latest is not None and taken < len(latest.verdict.tokens):
-            self.target.commit(1 + taken)
-            self.drafter.rewind(self.target.length)
-        elif self.settles and self._anchor is not None:
-            scores = self.target.verify(self._anchor, mx.zeros((0,), mx.uint32))
-            self.target.commit(1)
-            self.drafter.extend_context(scores.features)
-            self.drafter.propose(self._anchor, 0)
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[int]:
+        """Take back what the caches have got inside the scope if it fails, wherever. Gives the length before."""
+        before = self.target.length
+        try:
+            yield before
+        except BaseException:
+            if self.target.length > before:
+                self.target.commit(0)
+            self.drafter.rewind(before)
+            raise
+
+    def _leave(self, covered: int, last: int) -> None:
+        """Let the caches cover this many tokens, the text as it was emitted, which ends with the token `last`.
+
+        _confirmed is what they covered before the block that was rolled latest.
+        """
+        self.dice.end(covered - self._confirmed - 1)
+        if self.target.length > covered:
+            self.target.commit(covered - self._confirmed)
+            self.drafter.rewind(covered)
+        elif self.settles and self.target.length == covered - 1:
+            with self._all_or_nothing():
+                scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
+                self.target.commit(1)
+                self.drafter.extend_context(scores.features)
+                self.drafter.propose(last, 0)
             mx.eval([cache.state for cache in self.target.caches])
