@@ -37,10 +37,10 @@ def download_draft(repo: str, revision: str | None = None) -> Path:
 
     if repo.endswith(".gguf"):
         owner, name, file = repo.split("/")
-        return Path(_from_hub(repo, lambda: hf_hub_download(f"{owner}/{name}", file, revision=revision)))
+        return Path(from_hub(repo, lambda: hf_hub_download(f"{owner}/{name}", file, revision=revision)))
 
     def get(patterns: list[str]) -> Path:
-        return Path(_from_hub(repo, lambda: snapshot_download(repo, revision=revision, allow_patterns=patterns)))
+        return Path(from_hub(repo, lambda: snapshot_download(repo, revision=revision, allow_patterns=patterns)))
 
     folder = draft_folder(get(["*.json"]))
     if not (folder / "config.json").is_file():
@@ -59,7 +59,8 @@ def draft_folder(folder: Path) -> Path:
     return inside if not is_draft and (inside / "config.json").is_file() else folder
 
 
-def _from_hub(repo: str, download: Callable[[], Any]) -> Any:
+def from_hub(repo: str, download: Callable[[], Any]) -> Any:
+    """Call the download, and turn the hub's errors into ValueErrors that say what to do."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
