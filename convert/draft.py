@@ -62,7 +62,7 @@ def convert_draft(
     config, weights = read_draft(source)
     draft = build_draft(config, weights, source)
     if changes.dequantizes:
-        draft, config = _dequantized(draft, config)
+        draft, config = _dequantized(draft, config, keeps_float32=changes.dtype is not None)
     if changes.dtype:
         _cast(draft, changes.dtype)
         config = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": changes.dtype}
@@ -102,12 +102,18 @@ def _head_in_words(draft: DraftModel) -> str:
     return f"{owner}, {draft.d2t.size} tokens" if "d2t" in draft else f"{owner}, every token"
 
 
-def _dequantized(draft: DraftModel, config: dict[str, Any]) -> tuple[DraftModel, dict[str, Any]]:
+def _dequantized(draft: DraftModel, config: dict[str, Any], keeps_float32: bool) -> tuple[DraftModel, dict[str, Any]]:
     from mlx_lm.utils import dequantize_model
 
     if not config.get("quantization"):
         raise ValueError("the draft is not quantized; leave --dequantize out")
-    return dequantize_model(draft), {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    dtype = str(draft.dtype).rpartition(".")[2]
+    # Unpacked in full precision, so that nothing is rounded twice.
+    _cast(draft, "float32")
+    draft = dequantize_model(draft)
+    if not keeps_float32:
+        _cast(draft, dtype)
+    return draft, {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
 
 
 def _cast(draft: DraftModel, dtype: str) -> None:
