@@ -57,7 +57,8 @@ def stream_generate(
     The tokens are those of mlx_lm.stream_generate with the same arguments and the same seed.
     draft_model: a DFlash draft from load_draft; None is mlx-lm's own path. block_size: anchor and drafts of a round,
     at most the draft's own; num_draft_tokens, mlx-lm's name, is one less. stop_strings: the text ends before the
-    first of them. prompt_cache: continued, and left covering the prompt and every yielded token.
+    first of them. prompt_cache: continued, and left covering the prompt and every yielded token. stream: where the
+    work is enqueued; the iteration belongs to the thread that begins it.
     mlx_lm_options: max_kv_size, kv_bits, kv_group_size, quantized_kv_start, input_embeddings; without a draft only.
     Raises ValueError for arguments that make no sense, TypeError for unknown ones, before anything is computed.
     """
@@ -67,30 +68,21 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     _check_options(mlx_lm_options, draft_model)
+    block_size = _block_size(block_size, num_draft_tokens, draft_model)
+    _check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
-    if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
     common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
     if draft_model is None:
-        if block_size is not None or num_draft_tokens is not None:
-            raise ValueError("block_size and num_draft_tokens need a draft_model")
         plain = mlx_lm.stream_generate(
             model, tokenizer, tokens, max_tokens, stream=stream, prefill_step_size=prefill_step_size,
             prompt_progress_callback=prompt_progress_callback, **common, **mlx_lm_options,
         )  # fmt: skip
         return _stop_at(plain, stops)
-    if block_size is not None and num_draft_tokens is not None:
-        raise ValueError("give block_size or num_draft_tokens, not both")
-    if num_draft_tokens is not None:
-        block_size = num_draft_tokens + 1
     session = open_session(
         model, draft_model, tokens, max_tokens, block_size=block_size,
         stop_tokens=tokenizer.eos_token_ids, stream=stream, **common,
     )  # fmt: skip
-    progress = prompt_progress_callback or (lambda processed, total: None)
-    emissions = session.emit(tokens, step_size=prefill_step_size, progress=progress)
+    emissions = session.emit(tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
     return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
 
 
@@ -171,7 +163,7 @@ def open_session(
     targets, contexts = split_prompt_cache(caches, model, draft)
     dice = Dice(sampler, logits_processors)
     drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, block_size)
-    target = Target(model, draft.config.target_layer_ids, targets, block_size=drafter.num_drafts + 1)
+    target = Target(model, draft.config.target_layer_ids, targets, drafter.num_drafts + 1, draft.kernels)
     caches[: len(targets)] = target.caches
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     target.reserve(target.length + prompt.size + expected + draft.config.block_size)
@@ -195,6 +187,25 @@ def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> N
     set_options = [name for name in ("max_kv_size", "kv_bits", "input_embeddings") if options.get(name) is not None]
     if set_options:
         raise ValueError(f"{', '.join(set_options)} is not supported together with a draft")
+
+
+def _silent(processed: int, total: int) -> None:
+    """Report no progress."""
+
+
+def _check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
+
+
+def _block_size(block_size: int | None, num_draft_tokens: int | None, draft_model: DraftModel | None) -> int | None:
+    if block_size is not None and num_draft_tokens is not None:
+        raise ValueError("give block_size or num_draft_tokens, not both")
+    if draft_model is None and (block_size is not None or num_draft_tokens is not None):
+        raise ValueError("block_size and num_draft_tokens need a draft_model")
+    return block_size if num_draft_tokens is None else num_draft_tokens + 1
 
 
 def _respond(

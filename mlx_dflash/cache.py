@@ -67,8 +67,7 @@ class GrowingKVCache(KVCache):
         if needed > capacity:
             rows = _round_up(max(needed, self._reserved, capacity + min(capacity // 4, 4096)))
             held = slice(0, self.offset)
-            self.keys = _grown(self.keys, keys, held, rows)
-            self.values = _grown(self.values, values, held, rows)
+            self.keys, self.values = _grown(self.keys, keys, held, rows), _grown(self.values, values, held, rows)
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a block's rows behind the end without counting them.
@@ -86,6 +85,11 @@ class GrowingKVCache(KVCache):
         fetched = self.write_block(keys, values)
         self.offset += keys.shape[2]
         return fetched
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the buffers that count, from the first."""
+        return self.offset
 
     def first_position(self, rows: int) -> int:
         """Position of the first row that a block of this many rows attends to."""
@@ -148,6 +152,11 @@ class WindowedKVCache(RotatingKVCache):
     def size(self) -> int:
         return min(self.offset, self.max_size)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of the buffers that count, from the first; the last max_size of them are seen."""
+        return self.offset - self.start
+
     def first_position(self, rows: int) -> int:
         """Position of the first row that a block of this many rows, at the end, attends to."""
         return max(self.start, self.offset - self.max_size + 1)
@@ -162,9 +171,8 @@ class WindowedKVCache(RotatingKVCache):
         held = slice(first - self.start, rows)
         spare = max(self.slack, min(self.max_size, self.offset) // 4)
         capacity = _round_up(held.stop - held.start + new + spare)
-        self.keys = _grown(self.keys, keys, held, capacity)
-        self.values = _grown(self.values, values, held, capacity)
-        self.start = first
+        grown = _grown(self.keys, keys, held, capacity), _grown(self.values, values, held, capacity)
+        self.keys, self.values, self.start = *grown, first
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a block's rows behind the end without counting them.

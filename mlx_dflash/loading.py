@@ -21,6 +21,8 @@ from .draft.model import DraftModel
 from .draft.names import plain_names
 from .gguf_file import GGUFFile
 from .hub import download_draft, draft_folder, local_path
+from .kernels import Kernels
+from .kernels.record import Record, default_path
 from .target import Structure, check_layer_ids, probe
 
 
@@ -66,10 +68,14 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def load_draft(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision: str | None = None) -> DraftModel:
+def load_draft(
+    path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision: str | None = None, kernels: str = "auto"
+) -> DraftModel:
     """Load a DFlash draft from a folder or hub repository as published, or as converted; "demo" is the demo pair's.
 
-    dtype: element type of weights and activations, None for the checkpoint's own.
+    dtype: element type of weights and activations, None for the checkpoint's own. kernels: "auto" uses our Metal
+    kernels, for the draft and for its target's verify, where they passed their self-check on this machine and are
+    faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
     """
     if path_or_hf_repo == "demo":
@@ -77,7 +83,7 @@ def load_draft(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision:
         dtype = mx.float32 if dtype is None and mx.default_device().type == mx.DeviceType.cpu else dtype
     else:
         path = local_path(path_or_hf_repo) or download_draft(path_or_hf_repo, revision)
-    draft = build_draft(*read_draft(path), path)
+    draft = build_draft(*read_draft(path), path, Kernels(kernels, Record(default_path())))
     if dtype is not None:
         draft.set_dtype(dtype)
     mx.eval(draft.parameters())
@@ -110,14 +116,16 @@ def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     return _declare(config, names.values()), {plain: tensors[name] for name, plain in names.items()}
 
 
-def build_draft(config_dict: dict[str, Any], weights: dict[str, mx.array], path: Path) -> DraftModel:
-    """Make the model that a config describes and give it the weights, lazily. path: for messages.
+def build_draft(
+    config_dict: dict[str, Any], weights: dict[str, mx.array], path: Path, kernels: Kernels | None = None
+) -> DraftModel:
+    """Make the model that a config describes and give it the weights, lazily. path: for messages. kernels: its own.
 
     Raises ValueError that names a key or tensor for anything missing, unknown or misshapen.
     """
     config = DraftConfig.from_dict(config_dict)
     weights = _needed(weights, config)
-    draft = DraftModel(config, {name.split(".")[0] for name in weights} & set(DraftModel.OPTIONAL_PARTS))
+    draft = DraftModel(config, {name.split(".")[0] for name in weights} & set(DraftModel.OPTIONAL_PARTS), kernels)
     if config.quantization:
         _quantize(draft, config.quantization, weights)
     _check_weights(draft, weights, path)

@@ -84,6 +84,7 @@ class Session:
         self.settles = settles
         self.stream = stream or mx.default_stream(mx.default_device())
         self.stats = Stats()
+        self._confirmed = 0  # tokens that the caches covered before the block that was rolled latest
 
     def emit(self, prompt: mx.array, **prefill) -> Iterator[Emission]:
         """Emit the target's tokens after prompt (P,), one by one. prefill: see rounds.
@@ -95,9 +96,10 @@ class Session:
             for latest in self.rounds(prompt, **prefill):
                 verdict = latest.verdict
                 for i, token in enumerate(verdict.tokens):
-                    covered, last = covered + 1, token
                     is_last = i == verdict.num_accepted
-                    yield Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
+                    emission = Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
+                    covered, last = covered + 1, token
+                    yield emission
                 if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:
                     mx.clear_cache()
         finally:
@@ -180,10 +182,7 @@ class Session:
             raise
 
     def _leave(self, covered: int, last: int) -> None:
-        """Let the caches cover this many tokens, the text as it was emitted, which ends with the token `last`.
-
-        _confirmed is what they covered before the block that was rolled latest.
-        """
+        """Let the caches cover this many tokens, the text as it was emitted, which ends with the token `last`."""
         self.dice.end(covered - self._confirmed - 1)
         if self.target.length > covered:
             self.target.commit(covered - self._confirmed)
@@ -193,5 +192,7 @@ class Session:
                 scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
                 self.target.commit(1)
                 self.drafter.extend_context(scores.features)
-                self.drafter.propose(last, 0)
+        if self.settles:
+            # What is pending could only be computed in this thread.
+            self.drafter.propose(last, 0)
             mx.eval([cache.state for cache in self.target.caches])

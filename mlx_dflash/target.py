@@ -1,10 +1,12 @@
 """A frozen mlx-lm model as the target of one sequence: prefill, verify, commit.
 
 Observes the model's layers, never changes them: the tapped entries of its layer list record their output inside a
-scope and are restored when it ends. Knows mlx-lm's models and caches (with rollback.py); knows nothing of drafts.
+scope and are restored when it ends. Kernels for the few rows of a verify come and go in the same way. Knows mlx-lm's
+models and caches (with rollback.py); knows nothing of drafts.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import rollback
+from .kernels import Kernels, Keys, Quantized, Sight
 
 _EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "wte", "embedding", "embeddings")
 _PROBE = 4  # tokens
@@ -71,13 +74,23 @@ class Target:
     """A model seen by one sequence.
 
     target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache;
-    its entries are replaced, in place, by ones that can roll back. block_size: most rows of a verify.
+    its entries are replaced, in place, by ones that can roll back. block_size: most rows of a verify. kernels: may
+    run a verify's attention and quantized products; without them, stock MLX operations do.
     Between calls the caches cover exactly the committed tokens.
     Raises ValueError for layers the model does not have, and for caches that cannot roll back.
     """
 
-    def __init__(self, model: nn.Module, target_layer_ids: Sequence[int], caches: list[Any] | None = None, block_size: int = 16):
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layer_ids: Sequence[int],
+        caches: list[Any] | None = None,
+        block_size: int = 16,
+        kernels: Kernels | None = None,
+    ):
         self.model = model
+        self.kernels = kernels or Kernels("off")
+        self._linears: list[tuple[nn.Module, str, nn.QuantizedLinear]] | None = None
         self.structure = Structure(model)
         self.target_layer_ids = check_layer_ids(target_layer_ids, len(self.structure.layers))
         self.caches = make_prompt_cache(model) if caches is None else caches
@@ -117,7 +130,10 @@ class Target:
     def verify(self, anchor: int | mx.array, drafts: mx.array) -> Scores:
         """Run the target over [anchor, drafts]: one pass, γ + 1 rows, uncommitted until commit. drafts: (γ,) ids."""
         block = mx.concatenate([mx.array(anchor).reshape(1).astype(mx.uint32), drafts])
-        logits, features = self._forward(block)
+        if self.kernels.can_run:
+            logits, features = self._forward_by_kernels(block)
+        else:
+            logits, features = self._forward(block)
         self._block_rows = block.size
         return Scores(logits[0], features)
 
@@ -138,6 +154,18 @@ class Target:
         """Go back to covering the first `length` tokens only."""
         rollback.drop_rows(self.caches, self.length - length)
         self._block_rows = 0
+
+    def _forward_by_kernels(self, block: mx.array) -> tuple[mx.array, mx.array]:
+        """As _forward, with kernels where they are chosen, and again without them if the result is not finite."""
+        started = time.perf_counter()
+        if self._linears is None:
+            self._linears = quantized_linears(self.model)
+        with by_kernels(self._linears, self.kernels):
+            result = self._forward(block)
+        if self.kernels.distrusts(result[0], started):
+            rollback.drop_rows(self.caches, block.size)
+            result = self._forward(block)
+        return result
 
     def _forward(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """tokens: (T,). Returns logits (1, T, V) and context features (1, T, taps * D); all or no caches advance."""
@@ -197,6 +225,58 @@ def tapped(layers: list[nn.Module], layer_ids: Sequence[int]) -> Iterator[dict[i
         finally:
             for i, layer in originals.items():
                 layers[i] = layer
+
+
+class _FewRows:
+    """Stands in for a quantized linear layer in the thread that opened the scope."""
+
+    def __init__(self, linear: nn.QuantizedLinear, kernels: Kernels):
+        self._linear, self._kernels, self._thread = linear, kernels, threading.get_ident()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        linear = self._linear
+        if threading.get_ident() != self._thread:
+            return linear(x)
+        weights = Quantized(linear.weight, linear.scales, linear.biases, linear.group_size, linear.bits)
+        product = self._kernels.multiply(x, weights)
+        return product + linear["bias"] if "bias" in linear else product
+
+    def __getattr__(self, name: str):
+        return getattr(self._linear, name)
+
+
+def quantized_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.QuantizedLinear]]:
+    """The affine-quantized linear layers of a model, each with the module that holds it and its name there."""
+    return [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.items()
+        if type(child) is nn.QuantizedLinear and getattr(child, "mode", "affine") == "affine"
+    ]
+
+
+@contextmanager
+def by_kernels(linears: list[tuple[nn.Module, str, nn.QuantizedLinear]], kernels: Kernels) -> Iterator[None]:
+    """Let kernels run these layers, and attention with a plain mask, in passes made inside the scope."""
+    stock, thread = mx.fast.scaled_dot_product_attention, threading.get_ident()
+
+    def attend(q, k, v, *, scale, mask=None, sinks=None, **options):
+        rows, keys = q.shape[2], k.shape[2]
+        plain = (mask is None or isinstance(mask, str)) and not options
+        if threading.get_ident() != thread or not plain or not 1 < rows <= keys:
+            return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
+        return kernels.attend(q, Keys(k, v, keys - rows), Sight(causal=mask == "causal"), scale, sinks)
+
+    with _scope:
+        try:
+            mx.fast.scaled_dot_product_attention = attend
+            for module, name, linear in linears:
+                dict.__setitem__(module, name, _FewRows(linear, kernels))
+            yield
+        finally:
+            mx.fast.scaled_dot_product_attention = stock
+            for module, name, linear in linears:
+                dict.__setitem__(module, name, linear)
 
 
 def _layer_list(model: nn.Module) -> list[nn.Module]:

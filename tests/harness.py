@@ -108,8 +108,11 @@ def assert_same(ours, plain, case=""):
 
 
 def rounding(logprobs):
-    """What two orders of the same float32 sums may differ by: 1e-5, or ten units of the last place of large values."""
-    return max(1e-5, 1.2e-6 * np.abs(logprobs).max())
+    """What two orders of the same float32 sums may differ by: 2e-5, or some units of the last place of large values.
+
+    mlx-lm's rotating cache holds its rows in another order than ours, so its sums run in another order.
+    """
+    return max(2e-5, 3e-6 * np.abs(logprobs).max())
 
 
 class Watch:

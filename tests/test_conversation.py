@@ -70,7 +70,7 @@ def run_into(exception, generator):
     return tokens
 
 
-@pytest.mark.parametrize("taken", range(1, 14))
+@pytest.mark.parametrize("taken", range(1, 11))
 def test_closing_at_any_token_leaves_the_caches_at_the_text(pair, taken, monkeypatch):
     model, draft = pair
     text = force(monkeypatch, model, PROMPT)
@@ -79,7 +79,7 @@ def test_closing_at_any_token_leaves_the_caches_at_the_text(pair, taken, monkeyp
     assert [r.token for r in islice(generator, taken)] == text[:taken]
     generator.close()
     check_caches(cache, model, draft, PROMPT + text[:taken], f"closed after {taken}")
-    if taken % 4 == 1:
+    if taken % 5 == 3:
         check_next_turn(cache, model, draft, PROMPT + text[:taken], monkeypatch)
 
 
@@ -102,7 +102,7 @@ def test_a_generator_that_is_dropped_unread_changes_nothing(pair):
     check_next_turn(cache, model, draft, [], pytest.MonkeyPatch())
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("call", [1, 3, 8])
 @pytest.mark.parametrize("where", ["processor", "sampler"])
 def test_an_exception_of_the_callers_functions_leaves_the_caches_at_the_text(pair, where, call, monkeypatch):
     model, draft = pair
@@ -157,7 +157,7 @@ def test_an_exception_anywhere_in_a_round_leaves_the_caches_at_the_text(pair, pl
     """Ctrl-C can come between any two steps of a round."""
     model, draft = pair
     sampler = make_sampler(0.0)
-    for call in (2, 3, 4, 5):
+    for call in (2, 4):
         with monkeypatch.context() as patch:
             text = force(patch, model, PROMPT)
             cache = mlx_dflash.make_prompt_cache(model, draft)

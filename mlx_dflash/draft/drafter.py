@@ -55,6 +55,9 @@ class Drafter:
     def extend_context(self, features: mx.array) -> None:
         """Append committed tokens. features: (1, S, T * D), the target's tap outputs for them."""
         self.draft.project_context(features, self.caches)
+        if features.shape[1] > self.num_drafts + 1:
+            # A chunk of a prompt: pending, it would hold its features until the last chunk is read.
+            mx.eval([cache.keys for cache in self.caches], [cache.values for cache in self.caches])
 
     def can_rewind(self, length: int) -> bool:
         """Whether the context can go back to covering the first `length` tokens only."""

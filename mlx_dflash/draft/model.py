@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ..cache import GrowingKVCache, WindowedKVCache
+from ..kernels import Kernels, Sight
 from .config import DraftConfig
 from .conv import GroupedDynamicConv, convolve
 from .layouts import SLIDING
@@ -25,12 +26,13 @@ ContextCache = GrowingKVCache | WindowedKVCache
 class Attention(nn.Module):
     """Attention of one draft layer: block queries over context K/V and block K/V."""
 
-    def __init__(self, config: DraftConfig, layer: int):
+    def __init__(self, config: DraftConfig, layer: int, kernels: Kernels):
         super().__init__()
+        self.kernels = kernels
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        self.is_causal = config.is_causal[layer]
+        window = config.sliding_window if config.layer_types[layer] == SLIDING else 0
+        self.sight = Sight(causal=config.is_causal[layer], window=window)
         H, d, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.q_proj = nn.Linear(H, self.num_heads * d, bias=bias)
         self.k_proj = nn.Linear(H, self.num_kv_heads * d, bias=bias)
@@ -43,7 +45,7 @@ class Attention(nn.Module):
             self.attention_sink_bias = mx.zeros((self.num_heads,))
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
-        """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V go behind the context, uncommitted."""
+        """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V stay uncommitted."""
         L = x.shape[1]
         queries, keys, values = (
             projection(x).reshape(1, L, heads, self.head_dim)
@@ -55,24 +57,10 @@ class Attention(nn.Module):
         )
         queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, A, L, d)
         keys = rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, K, L, d)
-        mask = block_mask(L, cache.offset, cache.first_position(L), self.window, self.is_causal)
-        values = values.transpose(0, 2, 1, 3)
-        keys, values = cache.write_block(keys, _scaled(values, self.value_scale))  # (1, K, rows + L, d)
-        sinks = self.attention_sink_bias.astype(queries.dtype) if "attention_sink_bias" in self else None
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5, mask=mask, sinks=sinks)
+        block = (keys, _scaled(values.transpose(0, 2, 1, 3), self.value_scale))  # (1, K, L, d) each
+        sinks = self.get("attention_sink_bias")
+        out = self.kernels.attend_block(queries, block, cache, self.sight, self.head_dim**-0.5, sinks)  # (1, A, L, d)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, L, -1))
-
-
-def block_mask(L: int, offset: int, first: int, window: int | None, is_causal: bool) -> mx.array | str | None:
-    """Return who sees whom: block rows at positions offset..offset+L-1 over keys at positions first..offset+L-1.
-
-    A key j is visible to a query at p while |p - j| < window and, if is_causal, j <= p. Returns None if all is
-    visible, "causal", or (L, keys) bool.
-    """
-    if window is None or offset + L - 1 - first < window:
-        return "causal" if is_causal else None
-    distance = mx.arange(offset, offset + L)[:, None] - mx.arange(first, offset + L)[None]
-    return (distance < window) & (distance >= (0 if is_causal else 1 - window))
 
 
 def _scaled(x: mx.array, scale: float) -> mx.array:
@@ -91,9 +79,9 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: DraftConfig, layer: int):
+    def __init__(self, config: DraftConfig, layer: int, kernels: Kernels):
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, kernels)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -119,18 +107,19 @@ class DraftModel(nn.Module):
 
     parts: which of OPTIONAL_PARTS the checkpoint has. mask_embedding (H,) fills the mask slots in place of the
     embedding of the mask token. embed_tokens and lm_head stand in for the target's. d2t (Vd,) int makes the head a
-    reduced one: its row i is token i + d2t[i].
+    reduced one: its row i is token i + d2t[i]. kernels: runs the block's attention; without it, stock MLX operations do.
     """
 
     OPTIONAL_PARTS = ("mask_embedding", "embed_tokens", "lm_head", "d2t")
 
-    def __init__(self, config: DraftConfig, parts: Collection[str] = ()):
+    def __init__(self, config: DraftConfig, parts: Collection[str] = (), kernels: Kernels | None = None):
         super().__init__()
         self.config = config
+        self.kernels = kernels or Kernels("off")
         H = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, H, bias=False)
         self.hidden_norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config, i) for i in range(config.num_layers)]
+        self.layers = [DraftLayer(config, i, self.kernels) for i in range(config.num_layers)]
         self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
         if config.version == 2:
             self.candidate_selector = CandidateSelector(H, config.vocab_size, config.selector_rank, config.selector_top_k)
@@ -238,4 +227,6 @@ def _fuse(projections: list[nn.Module]) -> nn.Module | None:
             rows = p[name].shape[0]
             p[name] = fused[name][start : start + rows]
             start += rows
+        # Evaluated here: what is left pending can only be computed in the thread that made it.
+        mx.eval([p[name] for p in projections])
     return fused

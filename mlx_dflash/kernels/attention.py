@@ -1,0 +1,163 @@
+"""Attention of a block of queries over a long context and the block itself: Metal kernel and its twin in MLX operations.
+
+One shape of problem serves the draft (block rows see each other) and the verify (block rows see earlier ones). Knows
+where keys and values lie in memory and which of them a row sees; knows nothing of models, caches or of who decides.
+"""
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .call import KernelCall, Runner, metal_source
+
+HEAD_SIZES = (64, 128, 256)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+SIMDGROUPS = 8        # per threadgroup: 256 threads launch on every Apple GPU
+STOCK = mx.fast.scaled_dot_product_attention  # also while a target has something else in its place
+KEYS_PER_SPLIT = 256  # fewer keys than this are not worth a threadgroup of their own
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where the keys and values of one layer lie.
+
+    keys, values: (B, Hkv, C, d) buffers, d contiguous, rows 16-byte aligned; of the C rows, `length` are context and
+    the rest may hold anything. block: the block's own keys and values, (B, Hkv, L, d) each, or None when they are rows
+    length .. length + L of the buffers.
+    """
+
+    keys: mx.array
+    values: mx.array
+    length: int
+    block: tuple[mx.array, mx.array] | None = None
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys a query row sees. Row i of the block stands at position length + i.
+
+    causal: block row i sees block rows 0..i, else all of them. window: a row sees only keys less than window
+    positions away, in the block both ways; 0 for all keys. ring: the buffers hold key j in row j mod C; window <= C.
+    """
+
+    causal: bool = False
+    window: int = 0
+    ring: bool = False
+
+    def __post_init__(self):
+        if self.ring and not self.window:
+            raise ValueError("a ring buffer holds the last rows of a window: give the window with ring=True")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How one pass is cut up: row_tiles of 8 query rows, slices of the head size and slices of a tile of keys."""
+
+    row_groups: int
+    row_tiles: int
+    d_slices: int
+    key_slices: int
+    keys_per_tile: int
+    splits: int
+
+    @property
+    def simdgroups(self) -> int:
+        return self.row_tiles * self.d_slices * self.key_slices
+
+    def threadgroup_bytes(self, head_size: int, itemsize: int) -> int:
+        """Threadgroup memory of the first pass: two staged tiles and, with d_slices, the exchanged scores."""
+        staged = 2 * self.keys_per_tile * (head_size * itemsize + 16)
+        exchanged = self.simdgroups * self.keys_per_tile // self.key_slices * 32 if self.d_slices > 1 else 4
+        return staged + exchanged
+
+
+def plan(q: mx.array, keys: Keys, sight: Sight, cores: int) -> Geometry:
+    """Cut a call up: one wave of two threadgroups per core, no split empty, at most 8 simdgroups in each."""
+    batch, heads, rows, head_size = q.shape
+    kv_heads = keys.keys.shape[1]
+    tiles = -(-(heads // kv_heads * rows) // 8)
+    d_slices = 2 if head_size == 256 else 1
+    row_groups = -(-tiles // (SIMDGROUPS // d_slices))
+    row_tiles = -(-tiles // row_groups)
+    keys_per_tile = 8192 // (head_size * q.itemsize)
+    key_slices = 1
+    while 2 * row_tiles * d_slices * key_slices <= SIMDGROUPS and 16 * key_slices <= keys_per_tile:
+        key_slices *= 2
+    num_keys = rows + (min(keys.length, sight.window - 1) if sight.window else keys.length)
+    wanted = min(2 * cores // (batch * kv_heads * row_groups), num_keys // KEYS_PER_SPLIT)
+    share = -(-num_keys // max(1, wanted))
+    share = -(-share // keys_per_tile) * keys_per_tile
+    return Geometry(row_groups, row_tiles, d_slices, key_slices, keys_per_tile, splits=-(-num_keys // share))
+
+
+def supports(q: mx.array, keys: Keys) -> bool:
+    """Whether the Metal kernel knows this head size, dtype and grouping of heads."""
+    alike = q.dtype in DTYPES and q.dtype == keys.keys.dtype == keys.values.dtype
+    return alike and q.shape[-1] in HEAD_SIZES and q.shape[-1] == keys.values.shape[-1]
+
+
+def attend_metal(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None, *,
+                 run: Runner, cores: int = 20) -> mx.array:
+    """The kernel. Shapes, result and meaning are those of attend_ops; run executes the launches."""
+    first = partial_call(q, keys, sight, scale, plan(q, keys, sight, cores))
+    return run(merge_call(q, run(first), sinks))[0]
+
+
+def partial_call(q: mx.array, keys: Keys, sight: Sight, scale: float, cut: Geometry) -> KernelCall:
+    """The first pass: un-normalised results, maxima and denominators of every slice of keys."""
+    batch, heads, rows, head_size = q.shape
+    kv_heads = keys.keys.shape[1]
+    block_keys, block_values = keys.block or (keys.keys, keys.values)
+    slices, padded = cut.splits * cut.key_slices, cut.row_groups * cut.row_tiles * 8
+    return KernelCall(
+        "dflash_attention", metal_source("attention.metal"),
+        inputs={"q": q, "keys": keys.keys, "values": keys.values, "block_keys": block_keys, "block_values": block_values,
+                "length": mx.array([keys.length] * batch, mx.int32), "scale": mx.array([scale], mx.float32)},
+        outputs={"partial": ((batch, kv_heads, slices, padded, head_size), mx.float32),
+                 "maximum": ((batch, kv_heads, slices, padded), mx.float32),
+                 "total": ((batch, kv_heads, slices, padded), mx.float32)},
+        template={"T": q.dtype, "G": heads // kv_heads, "D": head_size, "RTG": cut.row_tiles, "DS": cut.d_slices,
+                  "KS": cut.key_slices, "BK": cut.keys_per_tile, "BLOCK": keys.block is not None, "CAUSAL": sight.causal,
+                  "WINDOW": sight.window, "RING": sight.ring},
+        grid=(kv_heads * cut.row_groups * cut.simdgroups * 32, batch, cut.splits),
+        threadgroup=(cut.simdgroups * 32, 1, 1))
+
+
+def merge_call(q: mx.array, partials: list[mx.array], sinks: mx.array | None) -> KernelCall:
+    """The second pass: one output array (B, Hq, L, d) from the slices of the first."""
+    batch, heads, rows, head_size = q.shape
+    kv_heads = partials[1].shape[1]
+    return KernelCall(
+        "dflash_attention_merge", metal_source("attention_merge.metal"),
+        inputs=dict(zip(("partial", "maximum", "total"), partials))
+        | {"sinks": mx.zeros((1,), mx.float32) if sinks is None else sinks},
+        outputs={"out": ((batch, heads, rows, head_size), q.dtype)},
+        template={"T": q.dtype, "G": heads // kv_heads, "D": head_size, "SINKS": sinks is not None},
+        grid=(head_size, heads // kv_heads * rows, batch * kv_heads), threadgroup=(head_size, 1, 1))
+
+
+def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None) -> mx.array:
+    """Attention of a block over its context in stock MLX operations.
+
+    q: (B, Hq, L, d), rotated. scale: factor of the scores. sinks: (Hq,) extra logits, or None. Returns (B, Hq, L, d).
+    Without keys.block it reads a view of the buffers and copies nothing.
+    """
+    rows, capacity = q.shape[2], keys.keys.shape[2]
+    num_keys = keys.length if keys.block else keys.length + rows
+    start = 0
+    if sight.ring:
+        order = mx.arange(max(0, num_keys - capacity), num_keys)
+        start, k, v = max(0, num_keys - capacity), keys.keys[:, :, order % capacity], keys.values[:, :, order % capacity]
+    else:
+        k, v = keys.keys[..., :num_keys, :], keys.values[..., :num_keys, :]
+    if keys.block:
+        k, v = (mx.concatenate([x, own], axis=2) for x, own in zip((k, v), keys.block))
+    mask = block_mask(rows, keys.length, sight, start)
+    return STOCK(q, k, v, scale=scale, mask=mask, sinks=sinks)
+
+
+def block_mask(rows: int, length: int, sight: Sight, start: int = 0) -> mx.array | str | None:
+    """The mask stock attention takes for keys start .. length + rows: None, "causal", or a (rows, keys) bool array."""
+    if not sight.window or length + rows - start <= sight.window:
+        return "causal" if sight.causal else None
+    distance = mx.arange(length, length + rows)[:, None] - mx.arange(start, length + rows)[None]
+    return (distance < sight.window) & (distance >= (0 if sight.causal else 1 - sight.window))

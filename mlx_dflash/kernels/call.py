@@ -1,0 +1,56 @@
+"""A Metal launch as data.
+
+A KernelCall holds everything mx.fast.metal_kernel needs, so a launch can be inspected, compared and run by something
+other than a GPU. Knows nothing of attention or matmuls, and nothing of who runs it.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of a kernel body, with the arguments of mx.fast.metal_kernel and of the call it returns.
+
+    grid counts threads, not threadgroups; every axis is a multiple of threadgroup's. Inputs arrive with their own
+    strides: the body asks for them by name (q_strides), so nothing is copied to make it contiguous.
+    """
+
+    name: str
+    source: str
+    inputs: dict[str, mx.array]
+    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name -> shape, dtype
+    template: dict[str, object]
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    header: str = ""
+
+
+Runner = Callable[[KernelCall], list[mx.array]]  # what executes a launch: MetalRunner, or an emulator in tests
+
+
+@cache
+def metal_source(name: str) -> str:
+    """The text of a kernel body that ships with this package, e.g. metal_source("attention.metal"); read once."""
+    return resources.files(__package__).joinpath(name).read_text()
+
+
+class MetalRunner:
+    """Runs launches on the GPU; keeps the kernels it made, one per (name, body)."""
+
+    def __init__(self):
+        self._made = {}
+
+    def __call__(self, call: KernelCall) -> list[mx.array]:
+        """Enqueue the launch and return its outputs in order (lazy, like any MLX operation)."""
+        kernel = self._made.get((call.name, call.source))
+        if kernel is None:
+            kernel = self._made[call.name, call.source] = mx.fast.metal_kernel(
+                name=call.name, input_names=list(call.inputs), output_names=list(call.outputs), source=call.source,
+                header=call.header, ensure_row_contiguous=False)
+        shapes, dtypes = zip(*call.outputs.values())
+        return kernel(inputs=list(call.inputs.values()), template=list(call.template.items()), grid=call.grid,
+                      threadgroup=call.threadgroup, output_shapes=list(shapes), output_dtypes=list(dtypes))

@@ -1,0 +1,190 @@
+"""Kernel or twin: decided once per shape, before the call.
+
+Kernels is the one entry to this package: models and targets call its attend_block, attend and multiply, and the answer
+is the same either way. Knows shapes, this machine and the mode; knows nothing of models, caches' insides or rounds.
+"""
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Hashable
+
+import mlx.core as mx
+
+from . import attention, matmul, trial
+from .attention import Keys, Sight
+from .call import MetalRunner, Runner
+from .matmul import Quantized
+from .record import Record
+from .trial import AttentionShape
+
+MODES = ("auto", "off", "force", "check")
+FIRST_GUARDED_GENERATION = 17  # of chips on which sustained use has stalled; see metalcheck
+SUSTAINED = "sustained"
+STALL_SECONDS, STALL_FACTOR, PASSES_KNOWN = 1.0, 20.0, 8
+
+
+class Kernels:
+    """Runs attention and few-row products by kernel or by twin.
+
+    mode: "auto": the kernel where the self-check of this machine passed and the race against the twin was won; "off":
+    twins; "force": kernels wherever the shape is known to them, unchecked; "check": both, compared at every call.
+    record: remembers verdicts between runs. run: what executes launches, None for the GPU.
+    Raises ValueError for another mode.
+    """
+
+    def __init__(self, mode: str = "auto", record: Record | None = None, run: Runner | None = None):
+        if mode not in MODES:
+            raise ValueError(f"kernels must be one of {', '.join(MODES)}; got {mode!r}")
+        self.mode, self.record = mode, record or Record(None)
+        self.verdicts: dict[Hashable, dict] = {}  # shape -> {"refused": reason or None, "cores": ..., "ms": ...}
+        self._run = run or MetalRunner()
+        # Whether any shape may ever run as a kernel here.
+        self.can_run = mode != "off" and (run is not None or has_gpu())
+        self._seconds: list[float] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any shape seen so far runs as a kernel."""
+        return any(verdict["refused"] is None for verdict in self.verdicts.values())
+
+    def attend_block(
+        self, q: mx.array, block: tuple[mx.array, mx.array], cache, sight: Sight, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attention of a draft's block over the context in cache and over itself.
+
+        q: (B, Hq, L, d); block: keys and values (B, Hkv, L, d). cache: its first `rows` rows of keys and values count;
+        the twin writes the block behind them (write_block), the kernel reads it where it is. sinks: (Hq,) logits of
+        attending to nothing. Returns (B, Hq, L, d).
+        """
+        sinks = None if sinks is None else sinks.astype(q.dtype)
+        if cache.rows:
+            apart = Keys(cache.keys, cache.values, cache.rows, block)
+            if self._verdict_on_attention(q, apart, sight, sinks):
+                return self._attend_metal(q, apart, sight, scale, sinks)
+        keys, values = cache.write_block(*block)
+        return attention.attend_ops(q, Keys(keys, values, keys.shape[2] - q.shape[2]), sight, scale, sinks)
+
+    def attend(self, q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None) -> mx.array:
+        """Attention of a block whose keys and values lie where Keys says; see attention.attend_ops."""
+        if self._verdict_on_attention(q, keys, sight, sinks):
+            return self._attend_metal(q, keys, sight, scale, sinks)
+        return attention.attend_ops(q, keys, sight, scale, sinks)
+
+    def multiply(self, x: mx.array, w: Quantized) -> mx.array:
+        """x (..., K) times transposed quantized weights (N, K): (..., N)."""
+        if not self._verdict_on_product(x, w):
+            return matmul.multiply_ops(x, w)
+        product = matmul.multiply_metal(x, w, run=self._run)
+        return self._checked(product, lambda: matmul.multiply_ops(x, w), "product")
+
+    def distrusts(self, logits: mx.array, started: float) -> bool:
+        """Whether a pass that used kernels must be repeated without them; waits for it.
+
+        logits: (..., V), of which one column shows whether a row is finite. started: when the pass was built, by
+        time.perf_counter. After a pass that stalls or is not finite, every shape runs by its twin, with one warning.
+        """
+        if not self.is_active:
+            return False
+        if not mx.isfinite(logits[..., 0]).all().item():
+            self.give_up("a pass gave numbers that are not finite")
+            return True
+        seconds = time.perf_counter() - started
+        known, self._seconds = self._seconds, [*self._seconds[-63:], seconds]
+        if len(known) >= PASSES_KNOWN and seconds > max(STALL_SECONDS, STALL_FACTOR * statistics.median(known)):
+            self.give_up(f"a pass took {seconds:.1f} s, {statistics.median(known):.3f} s is usual")
+        return False
+
+    def give_up(self, reason: str) -> None:
+        """Run everything by its twin from now on, and say so."""
+        warnings.warn(f"Metal kernels are switched off: {reason}. Please report it with the output of "
+                      "python -m mlx_dflash.metalcheck", stacklevel=2)
+        self.can_run = False
+        self.verdicts.clear()
+
+    def _attend_metal(self, q, keys, sight, scale, sinks):
+        cores = self.verdicts[attention_shape(q, keys, sight, sinks)].get("cores", 20)
+        out = attention.attend_metal(q, keys, sight, scale, sinks, run=self._run, cores=cores)
+        return self._checked(out, lambda: attention.attend_ops(q, keys, sight, scale, sinks), "attention")
+
+    def _checked(self, out: mx.array, twin: Callable[[], mx.array], name: str) -> mx.array:
+        if self.mode != "check":
+            return out
+        far = mx.abs(out.astype(mx.float32) - twin().astype(mx.float32)).max().item()
+        allowed = 8 * trial.ROUNDING[out.dtype] * max(1.0, mx.abs(out.astype(mx.float32)).max().item())
+        if not far <= allowed:
+            raise RuntimeError(f"the {name} kernel and its twin differ by {far:.2e} at {out.shape} {out.dtype}; "
+                               f"up to {allowed:.2e} is rounding")
+        return out
+
+    def _verdict_on_attention(self, q, keys, sight, sinks) -> bool:
+        # A short context and few rows are one launch for stock MLX.
+        rows = q.shape[2] * q.shape[1] // keys.keys.shape[1]
+        if not self.can_run or self.mode == "auto" and keys.length < 512 and rows <= 32:
+            return False
+        shape = attention_shape(q, keys, sight, sinks)
+        if shape not in self.verdicts:
+            self.verdicts[shape] = self._decide(
+                str(shape), attention.supports(q, keys), lambda: trial.wrong_attention(shape, self._run),
+                lambda: trial.race_attention(shape, self._run))
+        return self.verdicts[shape]["refused"] is None
+
+    def _verdict_on_product(self, x: mx.array, w: Quantized) -> bool:
+        if not self.can_run:
+            return False
+        rows = (x.size // x.shape[-1], x.shape[-1])
+        shape = (rows, w.weight.shape[0], w.group_size, w.bits, x.dtype)
+        if shape not in self.verdicts:
+            name = f"product {w.bits} bit group {w.group_size} {str(x.dtype)[9:]} {rows[0]}x{rows[1]}x{shape[1]}"
+            self.verdicts[shape] = self._decide(
+                name, matmul.supports(x, w), lambda: trial.wrong_product(rows, w, self._run),
+                lambda: trial.race_product(rows, w, self._run))
+        return self.verdicts[shape]["refused"] is None
+
+    def _decide(self, shape: str, is_supported: bool, wrong: Callable, race: Callable) -> dict:
+        """The verdict on a shape seen for the first time."""
+        if not is_supported:
+            return {"refused": "not a shape of the kernel"}
+        if self.mode != "auto":
+            return {"refused": None}
+        sustained = self.record.find(SUSTAINED) or {"passed": False}
+        if chip_generation() >= FIRST_GUARDED_GENERATION and not sustained["passed"]:
+            return {"refused": "this chip needs the sustained check: python -m mlx_dflash.metalcheck"}
+        verdict = self.record.find(shape)
+        if verdict is None:
+            verdict = try_out(wrong, race)
+            self.record.keep(shape, verdict)
+        if verdict["refused"] and not verdict.get("is_slower"):
+            warnings.warn(f"the Metal kernel for {shape} is not used: {verdict['refused']}", stacklevel=2)
+        return verdict
+
+
+def try_out(wrong: Callable[[], str | None], race: Callable[[], dict]) -> dict:
+    """Self-check, then race. Returns the verdict; a launch that Metal refuses counts as a failed self-check."""
+    try:
+        if problem := wrong():
+            return {"refused": problem}
+        result = race()
+    except (RuntimeError, ValueError) as error:
+        return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    gain = min(twin / kernel for kernel, twin in result["ms"].values())
+    slower = gain < trial.NEEDED_GAIN
+    return result | {"refused": f"it is {gain:.2f} times as fast as stock" if slower else None, "is_slower": slower}
+
+
+def attention_shape(q: mx.array, keys: Keys, sight: Sight, sinks: mx.array | None) -> AttentionShape:
+    """The shape of a call, without what may change between rounds."""
+    batch, heads, rows, head_size = q.shape
+    return AttentionShape(heads, keys.keys.shape[1], head_size, rows, q.dtype, sight, keys.block is not None,
+                          sinks is not None, batch)
+
+
+def has_gpu() -> bool:
+    """Whether MLX computes on a GPU that takes Metal kernels."""
+    return mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
+
+
+def chip_generation() -> int:
+    """17 for applegpu_g17s; 0 where the name says nothing."""
+    found = re.search(r"applegpu_g(\d+)", mx.device_info()["architecture"])
+    return int(found[1]) if found else 0

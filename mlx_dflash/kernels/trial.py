@@ -1,0 +1,138 @@
+"""Self-check and race: is a kernel right on this machine, and is it faster than its twin?
+
+Works on made-up problems of one shape. Knows how to compare and to time; knows nothing of models or of what follows
+from the answer.
+"""
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .attention import Keys, Sight, attend_metal, attend_ops
+from .call import Runner
+from .matmul import Quantized, multiply_metal, multiply_ops
+
+CONTEXTS = (1, 63, 257, 1000, 4000)  # rows, of the self-check
+RACED_CONTEXTS = (1024, 8192)        # rows
+RACED_CORES = (10, 20, 40, 80)       # how finely the context is split
+ROUNDING = {mx.float32: 2**-20, mx.float16: 2**-10, mx.bfloat16: 2**-7}
+NEEDED_GAIN = 1.05
+CACHED_BYTES = 128 << 20             # no chip's last-level cache is larger
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention kernel is compiled for, as far as the caller decides it."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    rows: int
+    dtype: mx.Dtype
+    sight: Sight
+    has_block: bool
+    has_sinks: bool = False
+    batch: int = 1
+
+    def __str__(self):
+        flags = [self.sight.causal and "causal", self.sight.window and f"window {self.sight.window}",
+                 self.sight.ring and "ring", self.has_block and "block apart", self.has_sinks and "sinks",
+                 self.batch > 1 and f"batch {self.batch}"]
+        size = f"{self.heads}/{self.kv_heads}/{self.head_size}"
+        return " ".join(["attention", size, str(self.dtype)[9:], f"rows {self.rows}", *filter(None, flags)])
+
+    def problem(self, length: int) -> tuple[mx.array, Keys, mx.array | None]:
+        """Queries, keys with NaN in the spare rows of their buffers, and sinks, for a context of that length."""
+        # Keys of its own: a self-check in the middle of a run must not move the caller's random numbers.
+        seeds = iter(mx.random.split(mx.random.key(length), 6))
+        normal = lambda *shape: mx.random.normal(shape, key=next(seeds)).astype(self.dtype)
+        own = lambda: normal(self.batch, self.kv_heads, self.rows, self.head_size)
+        block = (own(), own()) if self.has_block else None
+        held = length if self.has_block else length + self.rows
+        if self.sight.ring:
+            held = self.sight.window + self.rows
+        spare_rows = 0 if self.sight.ring else 64
+        spare = mx.full((self.batch, self.kv_heads, spare_rows, self.head_size), float("nan"), self.dtype)
+        rows = [normal(self.batch, self.kv_heads, held, self.head_size) for _ in range(2)]
+        buffers = [mx.concatenate([x, spare], axis=2) for x in rows]
+        sinks = normal(self.heads) if self.has_sinks else None
+        return normal(self.batch, self.heads, self.rows, self.head_size), Keys(*buffers, length, block), sinks
+
+
+def wrong_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = CONTEXTS) -> str | None:
+    """What is wrong with the kernel at this shape, in one sentence; None if nothing is."""
+    scale = shape.head_size**-0.5
+    for length in contexts:
+        q, keys, sinks = shape.problem(length)
+        wide = [None if x is None else x.astype(mx.float32) for x in (q, keys.keys, keys.values, sinks)]
+        block = keys.block and tuple(x.astype(mx.float32) for x in keys.block)
+        exact = attend_ops(wide[0], Keys(wide[1], wide[2], length, block), shape.sight, scale, wide[3])
+        stock = attend_ops(q, keys, shape.sight, scale, sinks)
+        first, second = (attend_metal(q, keys, shape.sight, scale, sinks, run=run) for _ in range(2))
+        if problem := compare(first, second, stock, exact):
+            return f"{problem} at context {length}"
+    return None
+
+
+def wrong_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> str | None:
+    """What is wrong with the product of x_shape and w, in one sentence; None if nothing is."""
+    x = mx.random.normal(x_shape, key=mx.random.key(0)).astype(w.scales.dtype)
+    wide = Quantized(w.weight, w.scales.astype(mx.float32), w.biases.astype(mx.float32), w.group_size, w.bits)
+    exact = multiply_ops(x.astype(mx.float32), wide)
+    return compare(multiply_metal(x, w, run=run), multiply_metal(x, w, run=run), multiply_ops(x, w), exact)
+
+
+def compare(first: mx.array, second: mx.array, stock: mx.array, exact: mx.array) -> str | None:
+    """Hold two runs of a kernel against stock MLX in the same precision and in float32.
+
+    All arrays have one shape. The kernel's error may be twice that of stock, and one rounding of the result.
+    """
+    error = lambda x: mx.abs(x.astype(mx.float32) - exact).max().item()
+    if not mx.isfinite(first.astype(mx.float32)).all().item():
+        return "the kernel gives numbers that are not finite"
+    if not mx.array_equal(first, second).item():
+        return "two runs of the kernel differ"
+    allowed = 2 * error(stock) + ROUNDING[first.dtype] * mx.abs(exact).max().item()
+    if error(first) > allowed:
+        return f"the kernel's error is {error(first):.2e}, allowed is {allowed:.2e}"
+    return None
+
+
+def race_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = RACED_CONTEXTS) -> dict:
+    """Time kernel and twin at two depths. Returns {"cores": the best split, "ms": {context: (kernel, twin)}}."""
+    scale, times = shape.head_size**-0.5, {}
+    for length in contexts:
+        problems = [shape.problem(length) for _ in range(4)]
+        chain = lambda attend: seconds_per_call(
+            problems, lambda q, problem: attend(q, problem[1], shape.sight, scale, problem[2]), problems[0][0])
+        twin = chain(attend_ops)
+        times[length] = {cores: (1e3 * chain(lambda *a, c=cores: attend_metal(*a, run=run, cores=c)), 1e3 * twin)
+                         for cores in RACED_CORES}
+    gain = lambda cores: sum(twin / kernel for kernel, twin in (times[length][cores] for length in contexts))
+    best = max(RACED_CORES, key=gain)
+    return {"cores": best, "ms": {str(length): times[length][best] for length in contexts}}
+
+
+def race_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> dict:
+    """Time kernel and twin of a product. Returns {"ms": {"": (kernel, twin)}}."""
+    # Several copies, so that none stays in the cache; a matrix that is too large for that needs none.
+    num_copies = 4 if w.weight.nbytes < CACHED_BYTES else 0
+    copies = [Quantized(w.weight + 0, w.scales, w.biases, w.group_size, w.bits) for _ in range(num_copies)] or [w]
+    x = mx.random.normal(x_shape, key=mx.random.key(0)).astype(w.scales.dtype)
+    # The next x depends on the last product, at little cost: calls that could overlap would time something else.
+    chain = lambda multiply: 1e3 * seconds_per_call(copies, lambda at, copy: x + 0 * multiply(at, copy)[..., :1], x)
+    return {"ms": {"": (chain(lambda at, copy: multiply_metal(at, copy, run=run)), chain(multiply_ops))}}
+
+
+def seconds_per_call(problems: list, step: Callable, start: mx.array, calls: int = 24) -> float:
+    """Best mean of three chains of calls, each using the result of the one before, over rotating data."""
+    best = float("inf")
+    for _ in range(4):  # the first warms up
+        mx.eval(start)
+        at, began = start, time.perf_counter()
+        for i in range(calls):
+            at = step(at, problems[i % len(problems)])
+        mx.eval(at)
+        best = min(best, (time.perf_counter() - began) / calls)
+    return best

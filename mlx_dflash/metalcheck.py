@@ -1,0 +1,157 @@
+"""python -m mlx_dflash.metalcheck: are the Metal kernels right and fast on this Mac?
+
+Prints one line per kernel and shape, a sentence for each failure that can be pasted into a bug report, and, with
+--json, a file with all numbers. A chip on which kernels wait for the sustained check is released by passing it.
+"""
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from .kernels import trial
+from .kernels.attention import Sight, attend_metal
+from .kernels.call import MetalRunner, Runner
+from .kernels.choice import STALL_FACTOR, STALL_SECONDS, SUSTAINED, has_gpu
+from .kernels.matmul import Quantized
+from .kernels.record import Record, default_path
+from .kernels.trial import AttentionShape
+
+ATTENTION = {  # name -> shape
+    "draft": AttentionShape(32, 8, 128, 16, mx.bfloat16, Sight(), has_block=True),
+    "draft, 8 rows": AttentionShape(32, 8, 128, 8, mx.bfloat16, Sight(), has_block=True),
+    "draft, window": AttentionShape(32, 8, 128, 16, mx.bfloat16, Sight(causal=True, window=2048), has_block=True),
+    "verify": AttentionShape(32, 8, 128, 16, mx.bfloat16, Sight(causal=True), has_block=False),
+    "verify, half": AttentionShape(16, 8, 64, 16, mx.float16, Sight(causal=True), has_block=False),
+    "verify, wide": AttentionShape(24, 4, 256, 16, mx.bfloat16, Sight(causal=True), has_block=False),
+}
+PRODUCTS = {"4 bit": (16, 5120, 17408, 4), "4 bit, 8 rows": (8, 5120, 17408, 4), "8 bit": (16, 4096, 4096, 8)}
+CONTEXTS = (1024, 8192, 32768)  # rows
+SUSTAINED_CALLS, SUSTAINED_CONTEXT = 2000, 4096
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the check; returns the exit status: 0 if every kernel is right, 1 if one is not or there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m mlx_dflash.metalcheck", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    options = parser.parse_args(arguments)
+    if not has_gpu():
+        print("There is no Metal GPU here: this check needs a Mac with Apple silicon. On Linux, "
+              "pytest tests/test_attention_kernel.py runs the kernels in an emulator.", file=sys.stderr)
+        return 1
+    report = {"machine": machine(), "probe": probe(), "kernels": [], "failures": []}
+    print(*(f"{name}: {value}" for part in ("machine", "probe") for name, value in report[part].items()), sep="\n")
+    run = MetalRunner()
+    for row in [*attention_rows(run), *product_rows(run)]:
+        report["kernels"].append(row)
+        print(line(row))
+    report["sustained"] = sustained(run)
+    print("sustained: " + ", ".join(f"{name} {value}" for name, value in report["sustained"].items()))
+    Record(default_path()).keep(SUSTAINED, report["sustained"])
+    report["failures"] = failures(report)
+    print(*report["failures"], sep="\n")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    return 1 if report["failures"] else 0
+
+
+def machine() -> dict:
+    """What this machine is."""
+    info = mx.device_info()
+    return {"device": info["device_name"], "architecture": info["architecture"], "macOS": platform.mac_ver()[0],
+            "mlx": mx.__version__}
+
+
+def probe(elements: int = 2**28, size: int = 4096) -> dict:
+    """Bandwidth, matrix throughput, time of a dispatch and of a wake-up of the host."""
+    large, square = mx.ones((elements,), mx.float16), mx.ones((size, size), mx.float16)
+    tiny = mx.zeros((8,))
+    read = trial.seconds_per_call([large], lambda at, x: mx.max(x) + at, mx.zeros((), mx.float16), calls=4)
+    product = trial.seconds_per_call([square], lambda at, x: at @ x * 0, square, calls=8)
+    dispatch = trial.seconds_per_call([tiny], lambda at, x: mx.abs(at), tiny, calls=1000)
+    wake = trial.seconds_per_call([tiny], lambda at, x: at + x, tiny, calls=1)
+    return {"read GB/s": round(large.nbytes / read / 1e9), "half TFLOP/s": round(2 * size**3 / product / 1e12, 1),
+            "dispatch us": round(1e6 * dispatch, 2), "host wake us": round(1e6 * wake, 1)}
+
+
+def attention_rows(run: Runner):
+    """One row per shape and context: is it right, and how long does it take. A wrong kernel is not timed."""
+    for name, shape in ATTENTION.items():
+        verdict = trial_or_error(lambda: trial.wrong_attention(shape, run))
+        race = trial.race_attention(shape, run, CONTEXTS) if verdict is None else {"ms": {"": None}}
+        for context, times in race["ms"].items():
+            row = {"kernel": f"attention ({name})", "shape": str(shape), "context": context, "wrong": verdict}
+            if times:
+                flops = 4 * shape.heads * shape.rows * int(context) * shape.head_size
+                read = 2 * shape.kv_heads * int(context) * shape.head_size * shape.dtype.size
+                row |= timed(times, read, flops) | {"cores": race["cores"]}
+            yield row
+
+
+def product_rows(run: Runner):
+    """One row per quantized product."""
+    for name, (rows, inputs, outputs, bits) in PRODUCTS.items():
+        weight = mx.random.normal((outputs, inputs), key=mx.random.key(0)).astype(mx.bfloat16)
+        w = Quantized(*mx.quantize(weight, group_size=64, bits=bits), 64, bits)
+        verdict = trial_or_error(lambda: trial.wrong_product((rows, inputs), w, run))
+        row = {"kernel": f"product ({name})", "shape": f"{rows}x{inputs}x{outputs}", "context": "", "wrong": verdict}
+        if verdict is None:
+            read = w.weight.nbytes + w.scales.nbytes + w.biases.nbytes
+            row |= timed(trial.race_product((rows, inputs), w, run)["ms"][""], read, 2 * rows * inputs * outputs)
+        yield row
+
+
+def trial_or_error(wrong) -> str | None:
+    """What is wrong, or the first line of what Metal says when it refuses the kernel."""
+    try:
+        return wrong()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def timed(times: tuple[float, float], read_bytes: int, flops: int) -> dict:
+    """Milliseconds of kernel and stock, and what they mean in GB/s and TFLOP/s."""
+    ours, stock = times
+    return {"ms": ours, "stock ms": stock, "speedup": stock / ours, "GB/s": read_bytes / ours / 1e6,
+            "TFLOP/s": flops / ours / 1e9}
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    start = f"{row['kernel']:28} {row['context']:>6} "
+    if row["wrong"]:
+        return start + "WRONG: " + row["wrong"]
+    return start + (f"stock {row['stock ms']:8.3f} ms  ours {row['ms']:8.3f} ms  {row['speedup']:5.2f}x "
+                    f"{row['GB/s']:6.0f} GB/s {row['TFLOP/s']:6.2f} TFLOP/s")
+
+
+def sustained(run: Runner) -> dict:
+    """Many calls in a row, each waited for: the median and the longest, in milliseconds, and whether none stalled."""
+    shape = ATTENTION["draft"]
+    q, keys, _ = shape.problem(SUSTAINED_CONTEXT)
+    times = []
+    for _ in range(SUSTAINED_CALLS):
+        began = time.perf_counter()
+        mx.eval(attend_metal(q, keys, shape.sight, shape.head_size**-0.5, run=run))
+        times.append(time.perf_counter() - began)
+    stalled = max(times[1:]) > max(STALL_SECONDS, STALL_FACTOR * statistics.median(times))
+    return {"calls": SUSTAINED_CALLS, "median ms": 1e3 * statistics.median(times), "max ms": 1e3 * max(times[1:]),
+            "passed": not stalled}
+
+
+def failures(report: dict) -> list[str]:
+    """One sentence for each thing that is wrong, with everything a bug report needs."""
+    on = "on {device} ({architecture}), macOS {macOS}, mlx {mlx}".format(**report["machine"])
+    found = [f"The kernel for {row['shape']} is wrong {on}: {row['wrong']}." for row in report["kernels"] if row["wrong"]]
+    if not report["sustained"]["passed"]:
+        found.append(f"Sustained use stalled {on}: one of {report['sustained']['calls']} calls took "
+                     f"{report['sustained']['max ms']:.0f} ms, the median is {report['sustained']['median ms']:.2f} ms.")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
