@@ -117,16 +117,45 @@ class Dice:
             self._history = mx.concatenate([self._history, sampled.reshape(1)])
         return sampled.item(), logprobs.squeeze(0)
 
-    def guess(self, logits: mx.array) -> mx.array:
-        """Take draft tokens (γ,) uint32 from the draft's logits (γ, V) as the dice will fall for the target."""
-        if self._is_greedy or not (self._is_pure or self._draws):
-            return mx.argmax(logits, axis=-1).astype(mx.uint32)
-        sampler = self.sampler if self._is_pure else mx.random.categorical
-        tokens = []
-        with self._stream():
-            for row in mx.split(logits * SHARPNESS, len(logits)):
-                tokens.append(sampler(log_softmax(row)).astype(mx.uint32))
-        return mx.concatenate(tokens)
+    def guess(self, logits: mx.array, ids: mx.array | None = None, vocab_size: int | None = None) -> mx.array:
+        """Take draft tokens (γ,) uint32 from the draft's logits as the dice will fall for the target.
+
+        logits: (γ, V), or (γ, n) over the tokens ids (n,) of a vocabulary of vocab_size.
+        """
+        if not self._can_guess:
+            columns = mx.argmax(logits, axis=-1)
+            return (columns if ids is None else ids[columns]).astype(mx.uint32)
+        with self.guessing(vocab_size) as choose:
+            return mx.concatenate([choose(row, ids) for row in mx.split(logits, len(logits))])
+
+    @contextmanager
+    def guessing(self, vocab_size: int | None = None) -> Iterator[Callable[..., mx.array]]:
+        """Give a function that takes draft tokens one after the other, for those that depend on the one before.
+
+        It maps logits (1, n) of the tokens ids (n,) to a token (1,) uint32; ids may be None if n is the vocabulary.
+        """
+
+        def choose(logits: mx.array, ids: mx.array | None = None) -> mx.array:
+            if not self._can_guess:
+                return self.guess(logits, ids)
+            if ids is not None:
+                # The random numbers belong to tokens, so each token must stand where it does in the target's row.
+                full = mx.full((1, vocab_size), -mx.inf, logits.dtype)
+                full[:, ids] = logits
+                logits = full
+            sampler = self.sampler if self._is_pure else mx.random.categorical
+            return sampler(log_softmax(logits * SHARPNESS)).astype(mx.uint32)
+
+        if not self._can_guess:
+            yield choose
+        else:
+            with self._stream():
+                yield choose
+
+    @property
+    def _can_guess(self) -> bool:
+        """Whether it is known how the dice will fall."""
+        return not self._is_greedy and (self._is_pure or self._draws > 0)
 
 
 def _roll_greedily(logits: mx.array, drafts: mx.array) -> Roll:

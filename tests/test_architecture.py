@@ -36,6 +36,9 @@ LEVELS = {
     "demo": 1,
     "openblas": 1,
     "gguf_file": 1,
+    "hub": 3,
+    "checkpoint": 2,
+    "torch_file": 1,
 }
 SAME_LEVEL = ("draft", "kernels", "demo")
 
@@ -43,7 +46,7 @@ SAME_LEVEL = ("draft", "kernels", "demo")
 # attention has the signature of mlx.
 MANY_PARAMETERS = {
     "stream_generate", "open_session", "load", "Session.__init__", "Drafter.__init__", "Target.__init__", "attend_metal",
-    "by_kernels.attend",
+    "by_kernels.attend", "Kernels.attend_block",
 }  # fmt: skip
 
 # Words that the glossary replaces, as parts of identifiers.
