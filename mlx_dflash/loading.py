@@ -95,8 +95,9 @@ def load_draft(
     if dtype is not None:
         draft.set_dtype(dtype)
     draft.eval()
-    mx.eval(draft.parameters())
     draft.fuse_context_projection()
+    # Nothing stays to be computed: another thread, which has other streams, could not.
+    mx.eval(draft.parameters())
     return draft
 
 

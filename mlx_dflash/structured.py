@@ -54,7 +54,7 @@ class Grammars:
     def _processor(self, grammar: str, after: tuple[int, ...]) -> "GrammarProcessor":
         matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(matcher.get_error().splitlines()[0])
+            raise ValueError(_reason(matcher))
         return GrammarProcessor(matcher, self._eos, after)
 
 
@@ -85,7 +85,7 @@ class GrammarProcessor:
             if tuple(self._recent) == self._after:
                 self._after = ()
         elif not self._matcher.is_stopped() and not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} does not belong to the grammar's text: {self._matcher.get_error()}")
+            raise ValueError(f"token {token} does not belong to the grammar's text: {_reason(self._matcher)}")
 
     def _allowed(self, vocab_size: int) -> np.ndarray:
         """(V,) bool: the tokens that may come next; only the end of the text when the grammar is complete."""
@@ -96,3 +96,8 @@ class GrammarProcessor:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool)
         return np.pad(allowed, (0, vocab_size - len(allowed)))
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher gave up, in one line, without its inner state."""
+    return " ".join(matcher.get_error().partition("<state>")[0].split())

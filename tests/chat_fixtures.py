@@ -14,7 +14,6 @@ THINKING_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 SIZES = {"vocab_size": 320, "max_position_embeddings": 4096}
-DRAFT_SIZES = {**SIZES, "dflash": {"mask_token_id": 319}}
 
 
 def chat_target(family="qwen3", seed=0, **changes):
@@ -24,20 +23,33 @@ def chat_target(family="qwen3", seed=0, **changes):
     row = np.zeros((SIZES["vocab_size"], 1), dtype=np.float32)
     row[32:127] = 1
     row[EOS_ID] = 1.5
-    head = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens
-    head.weight = head.weight * mx.array(row)
+    head_of(model).weight = head_of(model).weight * mx.array(row)
     mx.eval(model.parameters())
     return model, config
 
 
-def chat_draft_config(**changes):
-    return draft_config(**{**DRAFT_SIZES, **changes})
+def chat_draft(folder, target, **changes):
+    """Save a draft of the target that proposes "6", which these targets say often; its context is computed all the same."""
+    config = draft_config(**{**SIZES, "dflash": {"mask_token_id": SIZES["vocab_size"] - 1}, **changes})
+    weights = draft_weights(config)
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = np.zeros_like(weights[name])
+    # The last hidden state of a masked slot is then its embedding, normed; the norm turns it into the head's row of "6".
+    mask = np.array(target.model.embed_tokens.weight[-1]).astype(np.float64)
+    row = np.array(head_of(target).weight[ord("6")]).astype(np.float64)
+    weights["norm.weight"] = (row / (mask / np.sqrt(np.mean(mask**2) + 1e-6))).astype(np.float32)
+    return save_draft(folder, config, weights)
 
 
-def save_pair(folder, template=TEMPLATE):
-    """Write the pair as two folders; returns their paths, target first."""
+def head_of(target):
+    return target.lm_head if hasattr(target, "lm_head") else target.model.embed_tokens
+
+
+def save_pair(folder, template=TEMPLATE, more_tokens=()):
+    """Write the pair as two folders; returns their paths, target first. more_tokens: special tokens for the template."""
     model, config = chat_target()
-    config = {**config, "eos_token_id": EOS_ID}
     tokenizer = byte_tokenizer(chat_template=template)
-    draft = chat_draft_config()
-    return save_target(folder / "target", model, config, tokenizer), save_draft(folder / "draft", draft, draft_weights(draft))
+    tokenizer._tokenizer.add_tokens(list(more_tokens), special_tokens=True)
+    config = {**config, "eos_token_id": EOS_ID}
+    return save_target(folder / "target", model, config, tokenizer), chat_draft(folder / "draft", model)

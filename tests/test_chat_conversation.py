@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from chat_fixtures import EOS_ID, TEMPLATE, THINKING_TEMPLATE, chat_draft_config, chat_target
-from fixtures import byte_tokenizer, draft_weights, plain_tokens, save_draft
+from chat_fixtures import TEMPLATE, THINKING_TEMPLATE, chat_draft, chat_target
+from fixtures import byte_tokenizer, plain_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,14 +15,13 @@ from mlx_dflash.prompt_cache import make_prompt_cache
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    config = chat_draft_config()
-    return load_draft(str(save_draft(tmp_path_factory.mktemp("draft"), config, draft_weights(config))))
+def target():
+    return chat_target()[0]
 
 
 @pytest.fixture(scope="module")
-def target():
-    return chat_target()[0]
+def draft(target, tmp_path_factory):
+    return load_draft(str(chat_draft(tmp_path_factory.mktemp("draft"), target)))
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):
@@ -63,15 +62,15 @@ def test_second_turn_reads_only_the_new_tokens(target, draft):
     assert answer_open and conversation.turn.num_cached == covered
     assert conversation.turn.num_read in (new_text, new_text + 1), "the new message, and the end of the turn if max_tokens cut it"
     assert set(read) == {conversation.turn.num_read}
+    assert conversation.turn.response.stats.num_accepted > 0, "the rounds of this test are to keep drafts"
     assert_caches_equal_fresh(conversation)
     assert_answer_is_plain(conversation, conversation.turn.num_cached + conversation.turn.num_read)
 
 
 @pytest.mark.parametrize("family", ["llama_sliding", "gemma3_text"])
 def test_undo_past_a_sliding_window_reads_again_and_says_so(family, tmp_path):
-    config = chat_draft_config()
-    draft = load_draft(str(save_draft(tmp_path, config, draft_weights(config))))
-    conversation = make(chat_target(family)[0], draft, max_tokens=60)
+    target = chat_target(family)[0]
+    conversation = make(target, load_draft(str(chat_draft(tmp_path, target))), max_tokens=60)
     say(conversation, "tell me something about windows")
     say(conversation, "go on")
     conversation.undo()
@@ -213,7 +212,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(actions=ACTIONS)
 def test_any_conversation_leaves_caches_at_its_text(target, draft, actions):
     conversation = make(target, draft, max_tokens=12)

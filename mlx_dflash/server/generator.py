@@ -102,7 +102,7 @@ class Generator(ResponseGenerator):
         drafting = {} if provider.draft_model is None else {"num_draft_tokens": args.num_draft_tokens, "block_size": self._block_size(args)}
         responses = stream_generate(
             provider.model, tokenizer, prompt[num_cached:], max_tokens, provider.draft_model, stream, stop_strings=args.stop_words,
-            sampler=_sampler(args, tokenizer), logits_processors=self._processors(request, args, state), prompt_cache=cache,
+            sampler=_sampler(args, tokenizer), logits_processors=self._processors(request, args, state, prompt[:num_cached]), prompt_cache=cache,
             prompt_progress_callback=progress, prefill_step_size=self.cli_args.prefill_step_size, **drafting,
         )  # fmt: skip
         queue.put(context)
@@ -159,7 +159,8 @@ class Generator(ResponseGenerator):
             return self.model_provider.make_cache(), 0
         return cache, num_cached
 
-    def _processors(self, request: Request, args: GenerationArguments, state: str) -> list[Any]:
+    def _processors(self, request: Request, args: GenerationArguments, state: str, cached: list[int]) -> list[Any]:
+        """The logits processors, which see the whole prompt whatever part of it was cached."""
         logits = args.logits
         processors = make_logits_processors(
             logits.logit_bias, logits.repetition_penalty, logits.repetition_context_size, logits.presence_penalty,
@@ -169,7 +170,12 @@ class Generator(ResponseGenerator):
             tokenizer = self.model_provider.tokenizer
             after = tokenizer.think_end_tokens if state == "reasoning" and tokenizer.has_thinking else ()
             processors.append(make_processor(request.grammar, self.model_provider, tuple(after)))
-        return processors
+        return [_seeing(mx.array(cached), processor) for processor in processors] if cached else processors
+
+
+def _seeing(cached: mx.array, processor: Any) -> Any:
+    """The processor with the cached beginning of the prompt (C,) in front of the tokens it is given."""
+    return lambda tokens, logits: processor(mx.concatenate([cached, tokens]), logits)
 
 
 def _sampler(args: GenerationArguments, tokenizer: Any) -> Any:

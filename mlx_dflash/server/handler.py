@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 from typing import Any
+from urllib.parse import unquote
 
 import mlx.core as mx
 from mlx_lm.server import APIHandler
@@ -29,7 +30,7 @@ class Handler(APIHandler):
     # Requests.
 
     def do_GET(self) -> None:
-        path = self.path.split("?")[0].rstrip("/")
+        path = _path(self.path)
         if path == "/health":
             self.handle_health_check()
         elif self._is_allowed():
@@ -43,7 +44,7 @@ class Handler(APIHandler):
                 self._send_error(ApiError(404, f"there is nothing at {path or '/'}"))
 
     def do_POST(self) -> None:
-        path = self.path.split("?")[0].rstrip("/")
+        path = _path(self.path)
         try:
             # Read in any case: a connection closed before its body is read may lose the answer.
             raw = self._read_body()
@@ -177,6 +178,10 @@ class Handler(APIHandler):
             active_memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
         )
+
+
+def _path(target: str) -> str:
+    return unquote(target.split("?")[0]).rstrip("/")
 
 
 def _parse(raw: bytes) -> Any:
