@@ -4,7 +4,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from chat_fixtures import EOS_ID, SIZES, chat_draft, chat_target
+from chat_fixtures import EOS_ID, SIZES, chat_draft, chat_target, save_pair
 from fixtures import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,3 +87,18 @@ def test_grammar_waits_for_the_end_of_the_reasoning(grammars):
 def test_wrong_grammars_are_refused(grammars, kind, text):
     with pytest.raises(ValueError):
         getattr(grammars, kind)(text)
+
+
+def test_schema_on_the_command_line(tmp_path, monkeypatch, capsys):
+    from mlx_dflash import cli
+
+    target, draft = save_pair(tmp_path)
+    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [6, 66]}, "minItems": 2, "maxItems": 3}')
+    for schema in (tmp_path / "schema.json", (tmp_path / "schema.json").read_text()):
+        flags = ["--model", target, "--draft-model", draft, "-p", "hi", "--temp", "1", "--compare", "--json-schema", schema]
+        monkeypatch.setattr("sys.argv", ["generate", *map(str, flags)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert end.value.code == 0, err
+        assert set(json.loads(out)) <= {6, 66} and "the same tokens" in err
