@@ -75,12 +75,12 @@ def _moment(m: Any, before: Any, row: int, prompt_length: int, show: Callable[[i
     name, what = ("prefill", f"{prompt_length} prompt tokens") if not m.block else (f"round {m.number}", f"keeps {m.kept} of {num_drafts}")
     parts = [f'<line class="rule" x1="0" x2="100%" y1="{y}" y2="{y}"/>', _text(16, y + 24, name, "round"), _text(16, y + 40, what, "small")]
     if not m.block:
-        parts.append(_cell(_LEFT, y + 10, _PROMPT, "prompt", "prompt", "light"))
+        parts.append(_cell((_LEFT, y + 10, _PROMPT), "prompt", "prompt", "light"))
     for i, token in enumerate(m.block):
         kind, ink = _draft_kind(i, m.kept)
-        parts.append(_cell(_x(m.block_start + i, prompt_length), y + 10, _COLUMN, kind, show(token), ink))
+        parts.append(_cell((_x(m.block_start + i, prompt_length), y + 10, _COLUMN), show(token), kind, ink))
     said_at = m.confirmed - 1
-    parts.append(_cell(_x(said_at, prompt_length), y + 10 + (_CELL + 2) * bool(m.block), _COLUMN, "said", show(m.next_token), "light"))
+    parts.append(_cell((_x(said_at, prompt_length), y + 10 + (_CELL + 2) * bool(m.block), _COLUMN), show(m.next_token), "said", "light"))
     if m.block:
         parts.append(_text(_LEFT - 8, y + 26, "draft", "small end") + _text(_LEFT - 8, y + 52, "target", "small end"))
     end = m.block_start + len(m.block)
@@ -99,7 +99,9 @@ def _draft_kind(i: int, kept: int) -> tuple[str, str]:
     return ("refused", "red") if i == kept + 1 else ("unread", "grey")
 
 
-def _cell(x: float, y: float, width: float, kind: str, text: str, ink: str) -> str:
+def _cell(place: tuple[float, float, float], text: str, kind: str, ink: str) -> str:
+    """A token's box; place: x, y, width. kind, ink: classes of the box and of its text."""
+    x, y, width = place
     text = text if len(text) <= 7 else text[:6] + "…"
     return (
         f'<rect class="cell {kind}" x="{x + 1:.1f}" y="{y}" width="{width - 2}" height="{_CELL}" rx="4"/>'

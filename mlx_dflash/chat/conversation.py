@@ -38,6 +38,29 @@ class Interrupted(Exception):
     """Somebody asked to stop while the prompt was being read."""
 
 
+class _Answer:
+    """An answer's text as it comes. opened: the part of it that the prompt's end gave; raw: all the text; said: the
+    same by kind, without the marks between reasoning, answer and tool calls.
+    """
+
+    def __init__(self, tokenizer: Any, kind: str, opened: str):
+        self.opened, self.raw = opened, ""
+        self.said = {"reasoning": "", "normal": "", "tool": ""}
+        self._state = make_text_state_machine(tokenizer).make_state(kind)
+
+    def take(self, text: str, is_last: bool) -> Iterator[tuple[str, str]]:
+        """Add text; yield what is now known to be of a kind, all of it if it is the last."""
+        self.raw += text
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if is_last:
+            self._state, rest, kind = TextStateMachine.flush(self._state)
+            segments.append((kind, rest))
+        for kind, piece in segments:
+            self.said[kind] = self.said.get(kind, "") + piece
+            if piece:
+                yield kind, piece
+
+
 class Conversation:
     """Messages and caches of one chat.
 
@@ -122,9 +145,7 @@ class Conversation:
             if progress is not None:
                 progress(done, total)
 
-        state, opened = self._initial_state(prompt)
-        machine = make_text_state_machine(self.tokenizer).make_state(state)
-        raw, said = "", {"reasoning": "", "normal": "", "tool": ""}
+        answer = _Answer(self.tokenizer, *self._initial_state(prompt))
         options = self.options if self.draft is not None else {k: v for k, v in self.options.items() if k == "prefill_step_size"}
         responses = None
         try:
@@ -135,16 +156,8 @@ class Conversation:
             for response in responses:
                 self.turn.response = response
                 self.turn.tokens.append(response.token)
-                raw += response.text
                 is_last = response.finish_reason is not None or should_stop()
-                machine, segments = TextStateMachine.split(machine, response.text)
-                if is_last:
-                    machine, rest, kind = TextStateMachine.flush(machine)
-                    segments.append((kind, rest))
-                for kind, piece in segments:
-                    said[kind] = said.get(kind, "") + piece
-                    if piece:
-                        yield kind, piece
+                yield from answer.take(response.text, is_last)
                 if is_last:
                     break
         except Interrupted:
@@ -160,8 +173,8 @@ class Conversation:
             if responses is not None:
                 responses.close()
             if self.turn.tokens:
-                self._pieces.append((raw + self._ending(), list(self.turn.tokens)))
-                self.messages.append(self._history_message(opened + raw, said))
+                self._pieces.append((answer.raw + self._ending(), list(self.turn.tokens)))
+                self.messages.append(self._history_message(answer))
             else:
                 self._after_no_answer(num_cached)
 
@@ -202,10 +215,10 @@ class Conversation:
                 return "reasoning", prompt[start:]
         return "normal", ""
 
-    def _history_message(self, raw: str, said: dict[str, str]) -> dict[str, str]:
+    def _history_message(self, answer: "_Answer") -> dict[str, str]:
         """The answer as the template wants it: reasoning in a field of its own if it has one, else as it was written."""
         template = str(getattr(self.tokenizer, "chat_template", "") or "")
-        message = {"role": "assistant", "content": raw}
+        message, said = {"role": "assistant", "content": answer.opened + answer.raw}, answer.said
         if said["reasoning"]:
             for name in ("reasoning_content", "thinking"):
                 if f".{name}" in template or f"'{name}'" in template or f'"{name}"' in template:

@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 def make_server(args: argparse.Namespace) -> tuple[ThreadingHTTPServer, Any]:
     """Load the pair and open the port. Returns the HTTP server, not serving yet, and what generates.
 
-    Raises ValueError or OSError for what is wrong with the flags, before the thread that generates starts.
+    Raises ValueError or OSError for what is wrong with the flags or the pair.
     """
     from mlx_lm.models.cache import LRUPromptCache
     from mlx_lm.server import get_system_fingerprint
@@ -56,8 +56,6 @@ def make_server(args: argparse.Namespace) -> tuple[ThreadingHTTPServer, Any]:
     for name in ("max_tokens", "max_tokens_limit", "max_body_bytes", "prefill_step_size", "prompt_cache_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    provider = Provider(args)
-    provider.load_default()
     fingerprint = get_system_fingerprint()
 
     class Server(ThreadingHTTPServer):
@@ -71,7 +69,13 @@ def make_server(args: argparse.Namespace) -> tuple[ThreadingHTTPServer, Any]:
             logging.debug("a connection failed", exc_info=True)
 
     httpd = Server((args.host, args.port), Handler)
-    generator = Generator(provider, LRUPromptCache(args.prompt_cache_size, args.prompt_cache_bytes), Metrics(), args.max_queue)
+    generator = Generator(Provider(args), LRUPromptCache(args.prompt_cache_size, args.prompt_cache_bytes), Metrics(), args.max_queue)
+    try:
+        generator.loaded.result()
+    except BaseException:
+        httpd.server_close()
+        generator.stop_and_join()
+        raise
     return httpd, generator
 
 

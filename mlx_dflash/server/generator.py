@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Queue
 from typing import Any
@@ -30,13 +31,30 @@ class Context(GenerationContext):
 
 
 class Generator(ResponseGenerator):
-    """mlx-lm's queue and thread, our tokens. max_queue: most requests that wait, besides the one that is answered."""
+    """mlx-lm's queue and thread, our tokens. max_queue: most requests that wait, besides the one that is answered.
+
+    loaded: done when the pair is loaded, with the error if it could not be.
+    """
 
     def __init__(self, provider: Provider, prompt_cache: LRUPromptCache, metrics: Metrics, max_queue: int):
-        self.metrics, self.max_queue = metrics, max_queue
+        self.metrics, self.max_queue, self.loaded = metrics, max_queue, Future()
         self._admitted: set[Request] = set()
         self._lock = threading.Lock()
         super().__init__(provider, prompt_cache)
+
+    def _run_generate(self) -> None:
+        try:
+            # Loaded here: arrays belong to the streams of the thread that made them.
+            self.model_provider.load_default()
+            self.loaded.set_result(None)
+            super()._run_generate()
+        except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
+            self._generation_failed = True
+            self.loaded.set_exception(error)
+        finally:
+            # Without this, the process aborts at its end: the thread is gone, its streams' threads are not.
+            mx.synchronize()
+            mx.clear_streams()
 
     @property
     def num_waiting(self) -> int:
@@ -62,18 +80,10 @@ class Generator(ResponseGenerator):
     def _serve_single(self, request: tuple[Queue, Request, GenerationArguments], stream: Any) -> None:
         queue, request, args = request
         try:
-            if request.is_gone():
-                raise ClientGone
-            self._answer(queue, request, args, stream)
-        except ClientGone as gone:
-            self.metrics.add("clients_gone_total")
-            queue.put(gone)
-        # The thread serves everybody: no request may end it, whatever goes wrong with it.
-        except Exception as error:
-            if not isinstance(error, (ApiError, ValueError)):
-                logging.exception("an answer failed")
-                error = ApiError(500, f"the answer failed: {type(error).__name__}: {error}")
-            queue.put(error)
+            with _Failures(queue, self.metrics):
+                if request.is_gone():
+                    raise ClientGone
+                self._answer(queue, request, args, stream)
         finally:
             with self._lock:
                 self._admitted.discard(request)
@@ -171,6 +181,27 @@ class Generator(ResponseGenerator):
             after = tokenizer.think_end_tokens if state == "reasoning" and tokenizer.has_thinking else ()
             processors.append(make_processor(request.grammar, self.model_provider, tuple(after)))
         return [_seeing(mx.array(cached), processor) for processor in processors] if cached else processors
+
+
+class _Failures:
+    """Sends whatever goes wrong inside to the client: the thread serves everybody, and no request may end it."""
+
+    def __init__(self, queue: Queue, metrics: Metrics):
+        self._queue, self._metrics = queue, metrics
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if isinstance(error, ClientGone):
+            self._metrics.add("clients_gone_total")
+        elif not isinstance(error, (ApiError, ValueError)):
+            logging.error("an answer failed", exc_info=error)
+            error = ApiError(500, f"the answer failed: {type(error).__name__}: {error}")
+        self._queue.put(error)
+        return True
 
 
 def _seeing(cached: mx.array, processor: Any) -> Any:
