@@ -5,6 +5,8 @@ import sys
 
 COMMANDS = {
     "generate": "one prompt in, the target's text out; the demo pair without --model",
+    "chat": "talk with a target in the terminal",
+    "server": "serve the OpenAI API",
     "trace": "show what each cache covers, round by round",
     "convert": "Hugging Face or GGUF weights to MLX format, targets and drafts",
     "doctor": "what this machine and this pair can do, every mismatch with its cure",

@@ -23,6 +23,7 @@ def make_parser(prog: str = "mlx_dflash.generate", description: str | None = Non
     add("--stats", action="store_true", help="report rounds, acceptance and times on stderr")
     add("--compare", action="store_true", help="run plain mlx-lm too: check that the tokens are the same, print the speed ratio")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens processed at a time (default: %(default)s)")
+    add("--json-schema", help="let only JSON of this schema through: its text, or a file that holds it")
     add("--prompt-cache-file", help="saved caches to continue from")
     add("--max-kv-size", type=int, help="most rows of a key-value cache")
     add("--kv-bits", type=int, help="bits of a quantized key-value cache (default: not quantized)")
@@ -161,6 +162,22 @@ def sampler_from(args: argparse.Namespace, tokenizer: Any) -> Callable:
     )  # fmt: skip
 
 
+def processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Callable[[], list[Callable]]:
+    """Makes the logits processors that --json-schema asks for, new ones for each run."""
+    if not args.json_schema:
+        return list
+    from .structured import Grammars
+    from .target import Structure
+
+    text = args.json_schema
+    if not text.lstrip().startswith(("{", "true", "false")):
+        with open(text) as file:
+            text = file.read()
+    grammars = Grammars(tokenizer, Structure(model).vocab_size)
+    grammars.json_schema(text)
+    return lambda: [grammars.json_schema(text)]
+
+
 @contextmanager
 def prefill_bar() -> Iterator[Callable[[int, int], None]]:
     """A progress callback that draws a bar on stderr for long prompts, if somebody watches."""
@@ -248,9 +265,11 @@ def _run(args: argparse.Namespace) -> int:
     )
     drafting = dict(draft_model=draft, block_size=args.block_size, num_draft_tokens=args.num_draft_tokens)
 
+    make_processors = processors_from(args, tokenizer, model)
+
     def run(**more: Any) -> Iterator[Any]:
         mx.random.seed(seed)
-        return stream_generate(model, tokenizer, prompt, **options, **more)
+        return stream_generate(model, tokenizer, prompt, logits_processors=make_processors(), **options, **more)
 
     seed = time.time_ns() % 2**32 if args.seed is None else args.seed
     started = time.perf_counter()

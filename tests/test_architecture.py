@@ -17,6 +17,8 @@ FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchma
 LEVELS = {
     **dict.fromkeys(FRONT_ENDS, 9),
     "api": 8,
+    "structured": 8,
+    "picture": 8,
     "session": 7,
     "loading": 7,
     "pairs": 6,
