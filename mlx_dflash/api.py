@@ -71,7 +71,7 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     _check_options(mlx_lm_options, draft_model)
     block_size = _block_size(block_size, num_draft_tokens, draft_model)
-    _check_sizes(max_tokens, prefill_step_size)
+    check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
     common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
     if draft_model is None:
@@ -210,7 +210,8 @@ def _silent(processed: int, total: int) -> None:
     """Report no progress."""
 
 
-def _check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+def check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+    """Raise ValueError for sizes that make no sense, in the names of stream_generate."""
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
     if prefill_step_size < 1:

@@ -24,6 +24,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 from .api import stream_generate
+from .cli import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 from .loading import load, load_draft
 
@@ -83,7 +84,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="demo", help="target: folder or repository; default: the demo pair's")
     add("--draft-model", help="draft: folder or repository; default: the demo pair's, for the demo target")
-    add("--block-size", type=_block_size, nargs="+", metavar="N", help="anchor and drafts of a round, or auto; several are arms of their own")
+    add("--block-size", type=block_size, nargs="+", metavar="N", help="anchor and drafts of a round, or auto; several are arms of their own")
     add("--max-tokens", type=int, default=96, help="most tokens a prompt (default %(default)s)")
     add("--num-prompts", type=int, default=12, help="of the built-in prompts, taken from all classes alike (default %(default)s)")
     add("--repeat", type=int, default=3, help="runs of each arm on each prompt (default %(default)s)")
@@ -107,10 +108,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--model {args.model} needs a --draft-model that was trained for it")
     args.draft_model = args.draft_model or "demo"
     return args
-
-
-def _block_size(text: str) -> int | str:
-    return text if text == "auto" else int(text)
 
 
 def load_pair(args: argparse.Namespace) -> Pair:

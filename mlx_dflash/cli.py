@@ -36,7 +36,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="target: a folder or hub repository (default: the demo pair)")
     add("--draft-model", help=f"DFlash draft of the target: a folder or hub repository; {NO_DRAFT!r} generates without one")
-    add("--block-size", type=int, help="tokens of a block, anchor included (default: the draft's)")
+    add("--block-size", type=block_size, metavar="N", help="tokens of a block, anchor included, or 'auto' for what proves fastest (default)")
     add("--num-draft-tokens", type=int, help="mlx-lm's way to say block size - 1")
     add("--adapter-path", help="LoRA adapters of the target")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
@@ -69,6 +69,24 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--stop-strings", nargs="+", default=(), help="end the text before the first of these")
 
 
+def block_size(text: str) -> int | str:
+    """A number, or "auto"; ValueError otherwise."""
+    return text if text == "auto" else int(text)
+
+
+def block_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What --block-size and --num-draft-tokens ask of stream_generate; ValueError for both, or without a draft."""
+    if args.draft_model == NO_DRAFT:
+        if args.block_size is not None or args.num_draft_tokens is not None:
+            raise ValueError("--block-size and --num-draft-tokens need a draft")
+        return {}
+    if args.num_draft_tokens is None:
+        return {"block_size": "auto" if args.block_size is None else args.block_size}
+    if args.block_size is not None:
+        raise ValueError("give --block-size or --num-draft-tokens, not both")
+    return {"num_draft_tokens": args.num_draft_tokens}
+
+
 def _true_false(text: str) -> bool:
     if text.lower() not in ("true", "t", "1", "false", "f", "0"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -91,11 +109,12 @@ def user_errors() -> Iterator[None]:
 def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
     """Load what --model and --draft-model name. Returns (model, tokenizer, draft or None)."""
     from .loading import load, load_draft
+    from .pairs import find_draft
 
     name = args.model or (metadata or {}).get("model") or "demo"
-    draft_name = args.draft_model or ("demo" if name == "demo" else None)
+    draft_name = args.draft_model or find_draft(name)
     if draft_name is None:
-        raise ValueError(f"which DFlash draft belongs to {name}? Give --draft-model, or --draft-model {NO_DRAFT} to generate without one")
+        raise ValueError(f"no public DFlash draft is known for {name}; give --draft-model, or --draft-model {NO_DRAFT} to generate without one")
     tokenizer_config = {"trust_remote_code": args.trust_remote_code, **json.loads((metadata or {}).get("tokenizer_config", "{}"))}
     model, tokenizer = load(
         name,
@@ -240,9 +259,11 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from .api import report, stream_generate
+    from .api import check_sizes, report, stream_generate
     from .prompt_cache import load_prompt_cache
 
+    check_sizes(args.max_tokens, args.prefill_step_size)
+    drafting = block_options(args)
     message = read_message(args)
     prompt_cache, metadata = None, None
     if args.prompt_cache_file:
@@ -263,8 +284,8 @@ def _run(args: argparse.Namespace) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
-    drafting = dict(draft_model=draft, block_size=args.block_size, num_draft_tokens=args.num_draft_tokens)
-
+    if draft is not None:
+        drafting["draft_model"] = draft
     make_processors = processors_from(args, tokenizer, model)
 
     def run(**more: Any) -> Iterator[Any]:
