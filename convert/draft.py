@@ -1,129 +1,164 @@
-"""Hugging Face DFlash draft folder -> MLX folder, quantized on request.
+"""A DFlash draft in any published layout -> MLX folder in z-lab's layout, quantized on request.
 
-Tensors keep their names (z-lab's). Knows which files hold them and how MLX names quantized matrices; what a draft must
-consist of is the loader's knowledge, asked at the end. Runs no model.
+Reading, and what a draft must consist of, is the loader's; here is what becomes of the tensors. Runs no model.
 """
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
-from .output import cast, new_folder, refuse_existing, write_config, write_weights
+from mlx_dflash.draft.model import DraftModel
+from mlx_dflash.loading import build_draft, load_draft, read_draft
 
-INDEX = "model.safetensors.index.json"
+from .card import write_card
+from .output import cast, new_folder, refuse_existing, write_config, write_weights
 
 
 class Quantization(NamedTuple):
-    """Affine quantization of every weight matrix whose rows divide into groups."""
+    """How to quantize every weight matrix whose rows divide into groups; None is the mode's own size.
 
-    bits: int = 4
-    group_size: int = 64
+    mode: affine, mxfp4, mxfp8 or nvfp4. recipe: one of mlx-lm's mixtures of bits, or None.
+    """
+
+    bits: int | None = None
+    group_size: int | None = None
+    mode: str = "affine"
+    recipe: str | None = None
+
+
+class Changes(NamedTuple):
+    """What shall differ from the source.
+
+    dtype: "float16", "bfloat16" or "float32" for everything that is not packed; None keeps each tensor's own.
+    token_ids: ascending ids of the tokens that a reduced head has; None keeps the head.
+    """
+
+    dtype: str | None = None
+    quantization: Quantization | None = None
+    dequantizes: bool = False
+    token_ids: Sequence[int] | None = None
 
 
 def convert_draft(
-    hf_path: str | Path,
+    source: str | Path,
     mlx_path: str | Path,
-    dtype: str | None = None,
-    quantization: Quantization | None = None,
+    changes: Changes = Changes(),
+    origin: str | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Convert a local DFlash draft folder into the new folder `mlx_path`, and return the new one.
+    """Convert a local draft folder or GGUF file into the new folder `mlx_path`, and return the new one.
 
-    dtype: "float16", "bfloat16" or "float32" for everything that is not packed; None keeps each tensor's own.
-    progress: None shows a bar when stderr is a terminal.
-    Raises ValueError for an existing folder, missing or damaged files, and a folder that is no draft; then no folder
-    is left.
+    origin: where the source comes from, for the model card; the path if None. progress: None shows a bar when stderr
+    is a terminal. Raises ValueError or FileNotFoundError for an existing folder, missing or damaged files, and what is
+    no draft; then no folder is left.
     """
     refuse_existing(mlx_path)
-    source = Path(hf_path)
-    config = read_config(source)
-    if not is_draft_config(config):
-        raise ValueError(f"{source} is not a DFlash draft: its config.json has no dflash_config")
-    if "quantization" in config or "quantization_config" in config:
-        raise ValueError(f"{source} is quantized already; convert the unquantized draft")
-    weights = read_weights(source)
-    if quantization and not any(_can_pack(w, quantization) for w in weights.values()):
-        raise ValueError(f"no matrix of {source} has rows that divide into groups of {quantization.group_size}")
+    source = Path(source)
+    config, weights = read_draft(source)
+    draft = build_draft(config, weights, source)
+    if changes.dequantizes:
+        draft, config = _dequantized(draft, config, keeps_float32=changes.dtype is not None)
+    if changes.dtype:
+        _cast(draft, changes.dtype)
+        config = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": changes.dtype}
+    if changes.token_ids is not None:
+        config = _reduce_head(draft, config, changes.token_ids)
+    if changes.quantization:
+        draft, config = _quantized(draft, config, changes.quantization)
     with new_folder(mlx_path) as folder:
-        converted = {}
-        for name, weight in tqdm(weights.items(), desc="Convert", disable=None if progress is None else not progress):
-            weight = cast(name, weight, dtype) if dtype else weight
-            converted |= _packed(name, weight, quantization)
-        write_weights(folder, converted)
-        write_config(folder, _new_config(config, dtype, quantization))
-        _check_loads(folder, source)
+        tensors = dict(tree_flatten(draft.parameters()))
+        for name in tqdm(tensors, desc="Convert", disable=None if progress is None else not progress):
+            mx.eval(tensors[name])
+        write_weights(folder, tensors)
+        write_config(folder, config)
+        write_card(folder, Path(mlx_path).name, origin or str(source), draft_facts(draft, config))
+        load_draft(str(folder))
     return Path(mlx_path)
 
 
-def is_draft_config(config: dict) -> bool:
-    """Say whether config.json describes a DFlash draft."""
-    return "dflash_config" in config or any("DFlash" in name for name in config.get("architectures") or [])
+def draft_facts(draft: DraftModel, config: dict[str, Any]) -> dict[str, str]:
+    """What a model card says about a draft: name -> value."""
+    shape, packing = draft.config, config.get("quantization")
+    facts = {
+        "kind": f"DFlash {shape.version} draft",
+        "layers, hidden size": f"{shape.num_layers}, {shape.hidden_size}",
+        "heads, KV heads, head size": f"{shape.num_heads}, {shape.num_kv_heads}, {shape.head_dim}",
+        "block size": f"{shape.block_size} ({shape.num_drafts} drafts)",
+        "tap layers of the target": ", ".join(map(str, shape.target_layer_ids)),
+        "mask token": f"{shape.mask_token_id} of {shape.vocab_size}",
+        "head": _head_in_words(draft),
+        "weights": f"{packing['bits']} bits, groups of {packing['group_size']}, {packing.get('mode', 'affine')}" if packing else "not quantized",
+    }
+    return facts
 
 
-def read_config(folder: Path) -> dict:
-    """Read config.json; ValueError if there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; expected a model folder")
-    return json.loads(path.read_text(encoding="utf-8"))
+def _head_in_words(draft: DraftModel) -> str:
+    owner = "its own" if "lm_head" in draft else "the target's"
+    return f"{owner}, {draft.d2t.size} tokens" if "d2t" in draft else f"{owner}, every token"
 
 
-def read_weights(folder: Path) -> dict[str, mx.array]:
-    """Read every tensor of the folder's safetensors, lazily.
+def _dequantized(draft: DraftModel, config: dict[str, Any], keeps_float32: bool) -> tuple[DraftModel, dict[str, Any]]:
+    from mlx_lm.utils import dequantize_model
 
-    With an index, exactly the files and the tensors that it lists. Raises ValueError naming a file or tensor that is
-    missing, and a tensor that two files hold.
-    """
-    listed = {}
-    if (folder / INDEX).is_file():
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    files = sorted(set(listed.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no .safetensors files; other weight files are not read")
-    weights = {}
-    for file in files:
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder} lacks {file}, which {INDEX} lists; download it again")
-        for name, weight in mx.load(str(folder / file)).items():
-            if name in weights:
-                raise ValueError(f"{folder} holds {name} twice, the second time in {file}")
-            weights[name] = weight
-    if lost := sorted(listed.keys() - weights.keys()):
-        raise ValueError(f"{folder} lacks the tensor {lost[0]}, which {INDEX} lists in {listed[lost[0]]}")
-    return weights
+    if not config.get("quantization"):
+        raise ValueError("the draft is not quantized; leave --dequantize out")
+    dtype = str(draft.dtype).rpartition(".")[2]
+    # Unpacked in full precision, so that nothing is rounded twice.
+    _cast(draft, "float32")
+    draft = dequantize_model(draft)
+    if not keeps_float32:
+        _cast(draft, dtype)
+    return draft, {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
 
 
-def _can_pack(weight: mx.array, quantization: Quantization) -> bool:
-    return weight.ndim == 2 and weight.shape[1] % quantization.group_size == 0
+def _cast(draft: DraftModel, dtype: str) -> None:
+    """Cast floating parameters, but no packed words. Raises ValueError if a finite value would overflow."""
+    flat = [(name, cast(name, weight, dtype)) for name, weight in tree_flatten(draft.parameters())]
+    draft.update(tree_unflatten(flat))
 
 
-def _packed(name: str, weight: mx.array, quantization: Quantization | None) -> dict[str, mx.array]:
-    """X.weight as X.weight, X.scales, X.biases when it is a matrix that can be quantized, else as it is."""
-    if not quantization or not _can_pack(weight, quantization):
-        return {name: weight}
-    packed, scales, biases = mx.quantize(weight, quantization.group_size, quantization.bits)
-    module = name.removesuffix(".weight")
-    return {f"{module}.weight": packed, f"{module}.scales": scales, f"{module}.biases": biases}
+def _reduce_head(draft: DraftModel, config: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Give the draft a head of these tokens: rows of its own head, or of whatever the target's will be."""
+    if "d2t" in draft:
+        raise ValueError("the draft has a reduced head already")
+    ids = mx.array(list(token_ids), mx.int32)
+    draft.d2t = ids - mx.arange(ids.size)
+    if "lm_head" in draft:
+        rows = [(f"lm_head.{name}", value[ids]) for name, value in draft.lm_head.items() if isinstance(value, mx.array)]
+        draft.update(tree_unflatten(rows))
+    return config | {"draft_vocab_size": ids.size}
 
 
-def _new_config(config: dict, dtype: str | None, quantization: Quantization | None) -> dict:
-    new = dict(config)
-    if dtype:
-        new.pop("torch_dtype", None)
-        new["dtype"] = dtype
-    if quantization:
-        new["quantization"] = quantization._asdict() | {"mode": "affine"}
-    return new
+def _quantized(draft: DraftModel, config: dict[str, Any], quantization: Quantization) -> tuple[DraftModel, dict[str, Any]]:
+    from contextlib import redirect_stdout
+    from io import StringIO
 
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import quantize_model
 
-def _check_loads(folder: Path, source: Path) -> None:
-    """Load the new folder as its user will: refuses unsupported kinds of drafts, tensors missing, unknown or misshapen."""
-    from mlx_dflash.loading import load_draft
+    bits, group_size, mode, recipe = quantization
+    if config.get("quantization"):
+        raise ValueError("the draft is quantized already; convert the unquantized one, or --dequantize it first")
+    if recipe and mode != "affine":
+        raise ValueError(f"--quant-predicate {recipe} needs --q-mode affine, got {mode}")
+    if recipe:
+        group_size = group_size or 64
+    mixed = mixed_quant_predicate_builder(recipe, draft, group_size) if recipe else None
 
-    try:
-        load_draft(str(folder))
-    except ValueError as error:
-        raise ValueError(f"{source} cannot be used as a draft: {str(error).replace(str(folder), 'it')}") from error
+    def predicate(path: str, module: nn.Module) -> bool | dict:
+        # The recipes expect a layer's number in second place of every dotted path.
+        return mixed(path if path.startswith("layers.") else path.rpartition(".")[2], module) if mixed else True
+
+    before = sum(1 for name, _ in tree_flatten(draft.parameters()) if name.endswith(".scales"))
+    with redirect_stdout(StringIO()):
+        draft, config = quantize_model(draft, config, group_size, bits, mode=mode, quant_predicate=predicate)
+    after = sum(1 for name, _ in tree_flatten(draft.parameters()) if name.endswith(".scales"))
+    if after == before:
+        used = config["quantization"]["group_size"]
+        raise ValueError(f"the draft has no matrix whose rows divide into groups of {used}; choose another --q-group-size")
+    return draft, {k: v for k, v in config.items() if k != "quantization_config"}

@@ -1,14 +1,15 @@
 """GGUF target -> MLX folder that plain mlx_lm.load loads, its quantization kept bit for bit.
 
-Puts together what gguf_llama and gguf_tokenizer read; runs no model.
+Puts together what gguf_models and gguf_tokenizer read; runs no model.
 """
 
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .gguf_file import GGUFFile
-from .gguf_llama import llama_config, llama_weights
+from mlx_dflash.gguf_file import GGUFFile
+from .gguf_models import model_config, model_weights
+from .card import write_card
 from .output import cast, new_folder, refuse_existing, write_config, write_json, write_weights
 
 EXACT_DTYPES = {"Q4_0": "float16", "Q4_1": "float16", "Q8_0": "float16", "F16": "float16", "BF16": "bfloat16"}
@@ -17,7 +18,7 @@ EXACT_DTYPES = {"Q4_0": "float16", "Q4_1": "float16", "Q8_0": "float16", "F16": 
 def convert_gguf(
     gguf_path: str | Path, mlx_path: str | Path, dtype: str | None = None, progress: bool | None = None
 ) -> Path:
-    """Convert a GGUF file of the Llama family into the new folder `mlx_path`, and return the folder.
+    """Convert a GGUF file of a common family into the new folder `mlx_path`, and return the folder.
 
     dtype: "float16", "bfloat16" or "float32" of scales, norms and unquantized matrices; None keeps the one of the
     file's matrices, in which scales are exact. progress: None shows a bar when stderr is a terminal.
@@ -27,21 +28,30 @@ def convert_gguf(
     steps = tqdm(total=4, desc="Read GGUF", disable=None if progress is None else not progress)
     with new_folder(mlx_path) as folder, steps:
         gguf = GGUFFile(gguf_path)
-        config = llama_config(gguf)
+        config = model_config(gguf)
         steps.update()
         steps.set_description("Convert tokenizer")
         config |= _write_tokenizer(gguf, folder)
         steps.update()
         steps.set_description("Write weights")
         dtype = dtype or EXACT_DTYPES.get(gguf.entry("token_embd.weight").type, "float32")
-        weights = {name: cast(name, w, dtype) for name, w in llama_weights(gguf, config).items()}
+        weights = {name: cast(name, w, dtype) for name, w in model_weights(gguf, config).items()}
         write_weights(folder, weights)
         write_config(folder, config | {"dtype": dtype, "torch_dtype": dtype})
+        write_card(folder, Path(mlx_path).name, str(gguf_path), _facts(gguf, config))
         steps.update()
         steps.set_description("Check")
         _check_loads(folder, gguf)
         steps.update()
     return Path(mlx_path)
+
+
+def _facts(gguf: GGUFFile, config: dict) -> dict[str, str]:
+    """What the model card says: name -> value."""
+    types = sorted({entry.type for entry in gguf.directory.values()})
+    packing = config.get("quantization")
+    weights = f"{packing['bits']} bits, groups of {packing['group_size']}, as in the file" if packing else "not quantized"
+    return {"model type": config["model_type"], "types in the file": ", ".join(types), "weights": weights}
 
 
 def _write_tokenizer(gguf: GGUFFile, folder: Path) -> dict:

@@ -7,7 +7,7 @@ Source: the GGUF specification; pre-tokenizer names: llama.cpp's llama-vocab.cpp
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from .gguf_file import GGUFFile
+from mlx_dflash.gguf_file import GGUFFile
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
@@ -55,7 +55,7 @@ def gguf_tokenizer(gguf: GGUFFile) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
-        model_max_length=gguf.value("llama.context_length"),
+        model_max_length=gguf.value(f"{gguf.value('general.architecture')}.context_length"),
         chat_template=gguf.metadata.get("tokenizer.chat_template"),
         **{f"{role}_token": tokens[i] for role, i in special_ids(gguf).items() if role != "eot"},
     )

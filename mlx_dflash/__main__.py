@@ -5,8 +5,13 @@ import sys
 
 COMMANDS = {
     "generate": "one prompt in, the target's text out; the demo pair without --model",
+    "chat": "talk with a target in the terminal",
+    "server": "serve the OpenAI API",
     "trace": "show what each cache covers, round by round",
+    "benchmark": "speed, acceptance and identity, side by side with mlx-lm",
     "convert": "Hugging Face or GGUF weights to MLX format, targets and drafts",
+    "doctor": "what this machine and this pair can do, every mismatch with its cure",
+    "metalcheck": "whether the Metal kernels are right and fast on this Mac",
 }
 
 

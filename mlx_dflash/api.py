@@ -20,6 +20,7 @@ from .dice import Dice, LogitsProcessor, Sampler
 from .draft.drafter import Drafter
 from .draft.model import DraftModel
 from .loading import check_pair
+from .pacing import Pace
 from .prompt_cache import draft_entries, make_prompt_cache
 from .session import Session
 from .stats import Stats
@@ -43,7 +44,7 @@ def stream_generate(
     draft_model: DraftModel | None = None,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
-    block_size: int | None = None,
+    block_size: int | str | None = None,
     num_draft_tokens: int | None = None,
     stop_strings: str | Iterable[str] = (),
     sampler: Sampler | None = None,
@@ -57,9 +58,9 @@ def stream_generate(
 
     The tokens are those of mlx_lm.stream_generate with the same arguments and the same seed.
     draft_model: a DFlash draft from load_draft; None is mlx-lm's own path. block_size: anchor and drafts of a round,
-    at most the draft's own; num_draft_tokens, mlx-lm's name, is one less. stop_strings: the text ends before the
-    first of them. prompt_cache: continued, and left covering the prompt and every yielded token. stream: where the
-    work is enqueued; the iteration belongs to the thread that begins it.
+    at most the draft's own, or "auto" for what proves fastest; num_draft_tokens, mlx-lm's name, is one less.
+    stop_strings: the text ends before the first of them. prompt_cache: continued, and left covering the prompt and
+    every yielded token. stream: where the work is enqueued; the iteration belongs to the thread that begins it.
     mlx_lm_options: max_kv_size, kv_bits, kv_group_size, quantized_kv_start; input_embeddings, without a draft only.
     Raises ValueError for arguments that make no sense, TypeError for unknown ones, before anything is computed.
     """
@@ -70,7 +71,7 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     _check_options(mlx_lm_options, draft_model)
     block_size = _block_size(block_size, num_draft_tokens, draft_model)
-    _check_sizes(max_tokens, prefill_step_size)
+    check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
     common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
     if draft_model is None:
@@ -150,7 +151,7 @@ def open_session(
     prompt_cache: list[Any] | None = None,
     max_kv_size: int | None = None,
     quantization: KVQuantization | None = None,
-    block_size: int | None = None,
+    block_size: int | str | None = None,
     stop_tokens: Iterable[int] = (),
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
 ) -> Session:
@@ -166,7 +167,10 @@ def open_session(
     caches = make_prompt_cache(model, draft, max_kv_size) if prompt_cache is None else prompt_cache
     contexts = draft_entries(caches, model, draft)
     dice = Dice(sampler, logits_processors)
-    drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, block_size)
+    if isinstance(block_size, str) and block_size != "auto":
+        raise ValueError(f'block_size must be a number or "auto", got {block_size!r}')
+    is_auto = block_size == "auto"
+    drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, None if is_auto else block_size)
     target = Target(
         model, draft.config.target_layer_ids, caches, drafter.num_drafts + 1, draft.kernels,
         quantization=quantization, length=drafter.context_length,
@@ -176,7 +180,7 @@ def open_session(
     drafter.reserve(target.length + prompt.size + expected + draft.config.block_size)
     return Session(
         target, drafter, dice, stop_tokens=frozenset(stop_tokens), max_tokens=max_tokens,
-        settles=prompt_cache is not None, stream=stream,
+        settles=prompt_cache is not None, pace=Pace(drafter.num_drafts, draft.round_seconds) if is_auto else None, stream=stream,
     )  # fmt: skip
 
 
@@ -206,7 +210,8 @@ def _silent(processed: int, total: int) -> None:
     """Report no progress."""
 
 
-def _check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+def check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+    """Raise ValueError for sizes that make no sense, in the names of stream_generate."""
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
     if prefill_step_size < 1:

@@ -23,6 +23,7 @@ def make_parser(prog: str = "mlx_dflash.generate", description: str | None = Non
     add("--stats", action="store_true", help="report rounds, acceptance and times on stderr")
     add("--compare", action="store_true", help="run plain mlx-lm too: check that the tokens are the same, print the speed ratio")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens processed at a time (default: %(default)s)")
+    add("--json-schema", help="let only JSON of this schema through: its text, or a file that holds it")
     add("--prompt-cache-file", help="saved caches to continue from")
     add("--max-kv-size", type=int, help="most rows of a key-value cache")
     add("--kv-bits", type=int, help="bits of a quantized key-value cache (default: not quantized)")
@@ -35,7 +36,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="target: a folder or hub repository (default: the demo pair)")
     add("--draft-model", help=f"DFlash draft of the target: a folder or hub repository; {NO_DRAFT!r} generates without one")
-    add("--block-size", type=int, help="tokens of a block, anchor included (default: the draft's)")
+    add("--block-size", type=block_size, metavar="N", help="tokens of a block, anchor included, or 'auto' for what proves fastest (default)")
     add("--num-draft-tokens", type=int, help="mlx-lm's way to say block size - 1")
     add("--adapter-path", help="LoRA adapters of the target")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
@@ -68,6 +69,24 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--stop-strings", nargs="+", default=(), help="end the text before the first of these")
 
 
+def block_size(text: str) -> int | str:
+    """A number, or "auto"; ValueError otherwise."""
+    return text if text == "auto" else int(text)
+
+
+def block_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What --block-size and --num-draft-tokens ask of stream_generate; ValueError for both, or without a draft."""
+    if args.draft_model == NO_DRAFT:
+        if args.block_size is not None or args.num_draft_tokens is not None:
+            raise ValueError("--block-size and --num-draft-tokens need a draft")
+        return {}
+    if args.num_draft_tokens is None:
+        return {"block_size": "auto" if args.block_size is None else args.block_size}
+    if args.block_size is not None:
+        raise ValueError("give --block-size or --num-draft-tokens, not both")
+    return {"num_draft_tokens": args.num_draft_tokens}
+
+
 def _true_false(text: str) -> bool:
     if text.lower() not in ("true", "t", "1", "false", "f", "0"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -90,11 +109,12 @@ def user_errors() -> Iterator[None]:
 def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
     """Load what --model and --draft-model name. Returns (model, tokenizer, draft or None)."""
     from .loading import load, load_draft
+    from .pairs import find_draft
 
     name = args.model or (metadata or {}).get("model") or "demo"
-    draft_name = args.draft_model or ("demo" if name == "demo" else None)
+    draft_name = args.draft_model or find_draft(name)
     if draft_name is None:
-        raise ValueError(f"which DFlash draft belongs to {name}? Give --draft-model, or --draft-model {NO_DRAFT} to generate without one")
+        raise ValueError(f"no public DFlash draft is known for {name}; give --draft-model, or --draft-model {NO_DRAFT} to generate without one")
     tokenizer_config = {"trust_remote_code": args.trust_remote_code, **json.loads((metadata or {}).get("tokenizer_config", "{}"))}
     model, tokenizer = load(
         name,
@@ -161,6 +181,22 @@ def sampler_from(args: argparse.Namespace, tokenizer: Any) -> Callable:
     )  # fmt: skip
 
 
+def processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Callable[[], list[Callable]]:
+    """Makes the logits processors that --json-schema asks for, new ones for each run."""
+    if not args.json_schema:
+        return list
+    from .structured import Grammars
+    from .target import Structure
+
+    text = args.json_schema
+    if not text.lstrip().startswith(("{", "true", "false")):
+        with open(text) as file:
+            text = file.read()
+    grammars = Grammars(tokenizer, Structure(model).vocab_size)
+    grammars.json_schema(text)
+    return lambda: [grammars.json_schema(text)]
+
+
 @contextmanager
 def prefill_bar() -> Iterator[Callable[[int, int], None]]:
     """A progress callback that draws a bar on stderr for long prompts, if somebody watches."""
@@ -223,9 +259,11 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from .api import report, stream_generate
+    from .api import check_sizes, report, stream_generate
     from .prompt_cache import load_prompt_cache
 
+    check_sizes(args.max_tokens, args.prefill_step_size)
+    drafting = block_options(args)
     message = read_message(args)
     prompt_cache, metadata = None, None
     if args.prompt_cache_file:
@@ -246,11 +284,13 @@ def _run(args: argparse.Namespace) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
-    drafting = dict(draft_model=draft, block_size=args.block_size, num_draft_tokens=args.num_draft_tokens)
+    if draft is not None:
+        drafting["draft_model"] = draft
+    make_processors = processors_from(args, tokenizer, model)
 
     def run(**more: Any) -> Iterator[Any]:
         mx.random.seed(seed)
-        return stream_generate(model, tokenizer, prompt, **options, **more)
+        return stream_generate(model, tokenizer, prompt, logits_processors=make_processors(), **options, **more)
 
     seed = time.time_ns() % 2**32 if args.seed is None else args.seed
     started = time.perf_counter()

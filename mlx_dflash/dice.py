@@ -6,6 +6,7 @@ same keys, so that both often fall on the same token even at a high temperature.
 Knows logits and random keys of one sequence; knows nothing of models or caches.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 # The draft is less sure of itself than the target: its logits are multiplied by this before they meet the dice.
-SHARPNESS = 1.5
+SHARPNESS = 1.25
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,7 @@ class Dice:
         logits: (γ + 1, V), the target's. drafts: (γ,) ids.
         """
         if self._is_greedy and not self.processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            tokens = mx.argmax(logprobs, axis=-1)
-            mx.eval(tokens, drafts)
-            return Roll(tokens.tolist(), list(logprobs))
+            return _roll_greedily(logits, drafts)
         drafted = drafts.tolist()
         roll = Roll([], [])
         states = self._states[-1:]
@@ -119,16 +117,66 @@ class Dice:
             self._history = mx.concatenate([self._history, sampled.reshape(1)])
         return sampled.item(), logprobs.squeeze(0)
 
-    def guess(self, logits: mx.array) -> mx.array:
-        """Take draft tokens (γ,) uint32 from the draft's logits (γ, V) as the dice will fall for the target."""
-        if self._is_greedy or not (self._is_pure or self._draws):
-            return mx.argmax(logits, axis=-1).astype(mx.uint32)
-        sampler = self.sampler if self._is_pure else mx.random.categorical
-        tokens = []
-        with self._stream():
-            for row in mx.split(logits * SHARPNESS, len(logits)):
-                tokens.append(sampler(log_softmax(row)).astype(mx.uint32))
-        return mx.concatenate(tokens)
+    def guess(self, logits: mx.array, ids: mx.array | None = None, vocab_size: int | None = None) -> mx.array:
+        """Take draft tokens (γ,) uint32 from the draft's logits as the dice will fall for the target.
+
+        logits: (γ, V), or (γ, n) over the tokens ids (n,) of a vocabulary of vocab_size.
+        """
+        if not self._can_guess:
+            columns = mx.argmax(logits, axis=-1)
+            return (columns if ids is None else ids[columns]).astype(mx.uint32)
+        with self.guessing(vocab_size) as choose:
+            return mx.concatenate([choose(row, ids) for row in mx.split(logits, len(logits))])
+
+    @contextmanager
+    def guessing(self, vocab_size: int | None = None) -> Iterator[Callable[..., mx.array]]:
+        """Give a function that takes draft tokens one after the other, for those that depend on the one before.
+
+        It maps logits (1, n) of the tokens ids (n,) to a token (1,) uint32; ids may be None if n is the vocabulary.
+        """
+
+        def choose(logits: mx.array, ids: mx.array | None = None) -> mx.array:
+            if not self._can_guess:
+                return self.guess(logits, ids)
+            if ids is not None:
+                # The random numbers belong to tokens, so each token must stand where it does in the target's row.
+                full = mx.full((1, vocab_size), -mx.inf, logits.dtype)
+                full[:, ids] = logits
+                logits = full
+            sampler = self.sampler if self._is_pure else mx.random.categorical
+            return sampler(log_softmax(logits * SHARPNESS)).astype(mx.uint32)
+
+        if not self._can_guess:
+            yield choose
+        else:
+            with self._stream():
+                yield choose
+
+    @property
+    def _can_guess(self) -> bool:
+        """Whether it is known how the dice will fall."""
+        return not self._is_greedy and (self._is_pure or self._draws > 0)
+
+
+def _roll_greedily(logits: mx.array, drafts: mx.array) -> Roll:
+    """Roll all rows of logits (γ + 1, V) at once. The log-probabilities stay unevaluated until somebody reads them.
+
+    Plain generation takes the greatest log-probability. It is that of the greatest logit, unless rounding makes
+    log-probabilities equal whose logits are not; only then are they needed, and they cost as much as many layers.
+    """
+    logprobs = [log_softmax(logits[i : i + 1]).squeeze(0) for i in range(len(logits))]
+    if logits.dtype == mx.float32:
+        top = mx.max(logits, axis=-1, keepdims=True)
+        # |log-probability of the top| <= log V, and its logsumexp lies within log V of the top.
+        step = mx.finfo(mx.float32).eps * (mx.abs(top) + math.log(logits.shape[-1]))
+        num_close = mx.sum(logits >= top - 2 * step, axis=-1)
+        tokens = mx.argmax(logits, axis=-1)
+        mx.eval(tokens, num_close, drafts)
+        if mx.max(num_close).item() == 1:
+            return Roll(tokens.tolist(), logprobs)
+    tokens = mx.argmax(mx.stack(logprobs), axis=-1)
+    mx.eval(tokens, drafts)
+    return Roll(tokens.tolist(), logprobs)
 
 
 def _state() -> tuple[int, int]:

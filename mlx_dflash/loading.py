@@ -1,11 +1,11 @@
-"""Checkpoints in: targets through mlx-lm, DFlash drafts from their published folders, and whether two belong together.
+"""Checkpoints in: targets through mlx-lm, DFlash drafts in every published layout, and whether two belong together.
 
-Knows files and tensor names; knows nothing of generation.
+One path for all drafts: config.json and tensors, each translated to z-lab's names, then checked against the model
+that the configuration describes. Knows nothing of generation.
 """
 
-import json
-import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from . import checkpoint
 from .draft.config import DraftConfig
+from .draft.gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
+from .draft.layouts import zlab_layout
 from .draft.model import DraftModel
+from .draft.names import plain_names
+from .gguf_file import GGUFFile
+from .hub import download_draft, draft_folder, local_path
 from .kernels import Kernels
 from .kernels.record import Record, default_path
 from .structure import Structure, check_layer_ids
 from .target import probe
-
-_DRAFT_FILES = ["*.json", "*.safetensors"]
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def load(
@@ -41,8 +44,10 @@ def load(
     """
     import mlx_lm
 
-    path = _demo("target_path") if path_or_hf_repo == "demo" else _local(path_or_hf_repo)
-    if path is not None and _is_draft(path):
+    path = _demo("target_path") if path_or_hf_repo == "demo" else local_path(path_or_hf_repo)
+    if path is not None and path.is_file():
+        raise ValueError(f"{path} is a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER")
+    if path is not None and checkpoint.is_draft_config(checkpoint.read_config(path)):
         raise ValueError(f"{path} holds a DFlash draft, not a target; load it with load_draft, or pass it as --draft-model")
     model, tokenizer, config = mlx_lm.load(
         str(path or path_or_hf_repo),
@@ -54,13 +59,8 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    if path_or_hf_repo == "demo" and mx.default_device().type == mx.DeviceType.cpu:
-        # Quantized products are slow on the CPU, where the memory for float32 is no concern.
-        from mlx_lm.utils import dequantize_model
-
-        model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
-        model = dequantize_model(model)
-        mx.eval(model.parameters())
+    if path_or_hf_repo == "demo":
+        model = _fit_to_device(model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -76,28 +76,59 @@ def load_draft(
     """
     if path_or_hf_repo == "demo":
         path = _demo("draft_path")
-        dtype = mx.float32 if dtype is None and mx.default_device().type == mx.DeviceType.cpu else dtype
     else:
-        path = _local(path_or_hf_repo) or _download(path_or_hf_repo, revision)
-    config_dict = _read_config(path)
-    if not _is_draft(path):
-        raise ValueError(
-            f"{path} holds a {config_dict.get('model_type', 'model without model_type')!r} model, not a DFlash draft; "
-            "load it with load, or pass it as --model"
-        )
+        path = local_path(path_or_hf_repo) or download_draft(path_or_hf_repo, revision)
+    draft = build_draft(*read_draft(path), path, Kernels(kernels, Record(default_path())))
+    if path_or_hf_repo == "demo":
+        draft = _fit_to_device(draft)
+    if dtype is not None:
+        draft.set_dtype(dtype)
+    mx.eval(draft.parameters())
+    draft.fuse_context_projection()
+    return draft
+
+
+def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Read a draft's folder or GGUF file: config.json in z-lab's layout, and its tensors, lazily, by z-lab's names.
+
+    Raises ValueError or FileNotFoundError that name the file, key or tensor.
+    """
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.is_file():
+        gguf = GGUFFile(path)
+        if not is_gguf_draft(gguf):
+            raise ValueError(f"{path} holds a {gguf.value('general.architecture')!r} model, not a DFlash draft")
+        config, tensors = gguf_draft_config(gguf), gguf_draft_tensors(gguf)
+    else:
+        path = draft_folder(path)
+        config = checkpoint.read_config(path)
+        if not checkpoint.is_draft_config(config):
+            kind = config.get("model_type", "model without model_type")
+            raise ValueError(f"{path} holds a {kind!r} model, not a DFlash draft; load it with load, or pass it as --model")
+        config = zlab_layout(config)
+        tensors = checkpoint.read_tensors(path)
+        _add_mask(path, config, tensors)
+    names = plain_names(tensors)
+    return _declare(config, names.values()), {plain: tensors[name] for name, plain in names.items()}
+
+
+def build_draft(
+    config_dict: dict[str, Any], weights: dict[str, mx.array], path: Path, kernels: Kernels | None = None
+) -> DraftModel:
+    """Make the model that a config describes and give it the weights, lazily. path: for messages. kernels: its own.
+
+    Raises ValueError that names a key or tensor for anything missing, unknown or misshapen.
+    """
     config = DraftConfig.from_dict(config_dict)
-    weights = _draft_weights(_read_weights(path), config, path)
-    chooser = Kernels(kernels, Record(default_path()))
-    draft = DraftModel(config, has_mask_embedding="mask_embedding" in weights, kernels=chooser)
+    weights = _needed(weights, config)
+    draft = DraftModel(config, {name.split(".")[0] for name in weights} & set(DraftModel.OPTIONAL_PARTS), kernels)
     if config.quantization:
         _quantize(draft, config.quantization, weights)
     _check_weights(draft, weights, path)
     draft.load_weights(list(weights.items()))
-    if dtype is not None:
-        draft.set_dtype(dtype)
+    _check_token_ids(draft, path)
     draft.eval()
-    mx.eval(draft.parameters())
-    draft.fuse_context_projection()
     return draft
 
 
@@ -119,13 +150,44 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
     if config.vocab_size != structure.vocab_size:
         raise ValueError(f"the draft has a vocabulary of {config.vocab_size} tokens, the target one of {structure.vocab_size}")
     row = structure.embed(mx.array([[0]]))
-    if row.shape[-1] != config.hidden_size:
+    borrows = "embed_tokens" not in draft or "lm_head" not in draft
+    if borrows and row.shape[-1] != config.hidden_size:
         raise ValueError(f"the draft's hidden size is {config.hidden_size}, the target's embedding has width {row.shape[-1]}")
     width = probe(model, config.target_layer_ids)
     if width != config.target_hidden_size:
         raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
+    if "d2t" in draft and "lm_head" not in draft:
+        draft.borrow_head(_head_rows(structure, draft.token_ids))
     draft._checked_target = weakref.ref(model)
+    draft.round_seconds.clear()
     return structure
+
+
+def _fit_to_device(model: nn.Module) -> nn.Module:
+    """Return a model of the demo pair as it is on a GPU, in float32 on the CPU.
+
+    Quantized products are slow on the CPU, where the memory for float32 is no concern.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return model
+    from mlx_lm.utils import dequantize_model
+
+    model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
+    model = dequantize_model(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def _head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    """A head (1, L, H) -> (1, L, n) of n rows of the target's, quantized as they are there."""
+    module = structure.unembed if isinstance(structure.unembed, nn.Module) else structure.embedding
+    rows = {name: value[ids] for name, value in module.items() if isinstance(value, mx.array)}
+    mx.eval(rows)
+    weight, scales, bias = rows["weight"], rows.get("scales"), rows.get("bias", 0.0)
+    if scales is None:
+        return lambda hidden: hidden @ weight.T + bias
+    packing = dict(group_size=module.group_size, bits=module.bits, mode=module.mode)
+    return lambda hidden: mx.quantized_matmul(hidden, weight, scales, rows.get("biases"), transpose=True, **packing) + bias
 
 
 def _demo(part: str) -> Path:
@@ -134,101 +196,59 @@ def _demo(part: str) -> Path:
     return getattr(demo, part)()
 
 
-def _local(path_or_hf_repo: str) -> Path | None:
-    """The local folder, or None for what can only be a hub repository, NAME or OWNER/NAME."""
-    path = Path(path_or_hf_repo).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"{path} is a file; expected a model folder or a repository of the Hugging Face hub")
-    if str(path_or_hf_repo).startswith((".", "/", "~")) or str(path_or_hf_repo).count("/") > 1:
-        raise FileNotFoundError(f"there is no folder {path}")
-    return None
+def _add_mask(path: Path, config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+    """Add a learned mask vector from its own file, and the mask token's id where only its text is given."""
+    vector, token_id = checkpoint.read_mask_embedding(path)
+    if vector is not None:
+        tensors["mask_embedding"] = vector
+    nested = config["dflash_config"]
+    if nested.get("mask_token_id", config.get("mask_token_id")) is not None:
+        return
+    text = nested.get("mask_token")
+    if token_id is None and text is not None:
+        token_id = checkpoint.find_token(path, text)
+    if token_id is None and text is not None:
+        raise ValueError(f"{path} names its mask token {text!r} but has no tokenizer with it; add mask_token_id to config.json")
+    if token_id is not None:
+        nested["mask_token_id"] = token_id
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_DRAFT_FILES))
-    except GatedRepoError as error:
-        raise ValueError(f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and run `hf auth login`") from error
-    except LocalEntryNotFoundError as error:
-        raise ValueError(f"{repo} is neither a local folder nor in the hub's cache, and the hub cannot be reached") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(f"{repo} is neither a local folder nor a repository of the hub that you may read") from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} has no config.json; expected a model folder")
-    try:
-        config = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
+def _declare(config: dict[str, Any], names: Any) -> dict[str, Any]:
+    """Let the config say what the tensors show: sinks and biases that some exporters do not mention."""
+    found = set(names)
+    if any(name.endswith(".attention_sink_bias") for name in found):
+        config["dflash_config"]["attention_sink_bias"] = True
+    if any(name.endswith("_proj.bias") for name in found):
+        config["attention_bias"] = True
     return config
 
 
-def _is_draft(path: Path) -> bool:
-    config = _read_config(path)
-    named = "DFlash" in "".join(map(str, config.get("architectures") or []))
-    return named or "dflash_config" in config or "speculators_model_type" in config
+def _needed(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
+    """The tensors without copies of the target's embedding and head, as some exports hold them."""
+    # A draft of another width, or with fewer tokens, cannot use the target's.
+    is_narrower = config.hidden_size != config.target_hidden_size
+    kept = {
+        "embed_tokens": config.has_own_embedding or is_narrower,
+        "lm_head": config.has_own_head or is_narrower or "d2t" in weights,
+    }
+    needed = {name: tensor for name, tensor in weights.items() if kept.get(name.split(".")[0], True)}
+    for name in ("mask_embedding", "d2t"):
+        if name in needed:
+            needed[name] = needed[name].reshape(-1)
+    return needed
 
 
-def _read_weights(path: Path) -> dict[str, mx.array]:
-    """All tensors of a folder's safetensors: those its index names, or the one file, or one whole set of shards."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        mapping = json.loads(index.read_text()).get("weight_map", {})
-        files = [path / name for name in sorted(set(mapping.values()))]
-    else:
-        files, mapping = sorted(path.glob("*.safetensors")), None
-    absent = [f.name for f in files if not f.is_file()]
-    if absent or not files:
-        raise FileNotFoundError(f"{path} lacks {', '.join(absent) or 'safetensors files'}")
-    if mapping is None and len(files) > 1:
-        _check_shards(files)
-    weights: dict[str, mx.array] = {}
-    for file in files:
-        try:
-            tensors = mx.load(str(file))
-        except RuntimeError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
-        weights |= tensors if mapping is None else {k: v for k, v in tensors.items() if mapping.get(k) == file.name}
-    lost = sorted(set(mapping or ()) - set(weights))
-    if lost:
-        raise ValueError(f"{index} promises tensors that its files do not hold: {', '.join(lost[:5])}")
-    return weights
-
-
-def _check_shards(files: list[Path]) -> None:
-    parts = [_SHARD.fullmatch(f.name) for f in files]
-    names = {(m[1], int(m[3])) for m in parts if m}
-    if None in parts or len(names) != 1:
-        raise ValueError(f"cannot tell which of {', '.join(f.name for f in files)} to load; expected one file, or an index")
-    total = names.pop()[1]
-    missing = sorted(set(range(1, total + 1)) - {int(m[2]) for m in parts})
-    if missing:
-        raise FileNotFoundError(f"{files[0].parent} lacks shards {missing} of {total}")
-
-
-def _draft_weights(tensors: dict[str, mx.array], config: DraftConfig, path: Path) -> dict[str, mx.array]:
-    """The tensors under the names of DraftModel, without the spare copies of what the target lends."""
-    if (path / "mask_embedding.pt").exists():
-        raise ValueError(f"{path / 'mask_embedding.pt'} holds a learned mask embedding in a format that is not supported")
-    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    for name in ("d2t", "t2d"):
-        if name in weights:
-            raise ValueError(f"{path} has a tensor {name}: drafts with a reduced vocabulary are not supported")
-    spare = ("embed_tokens.", "lm_head.", "rotary_emb.")
-    weights = {name: t for name, t in weights.items() if not name.startswith(spare) and "rotary_emb.inv_freq" not in name}
-    if "mask_embedding" in weights:
-        weights["mask_embedding"] = weights["mask_embedding"].reshape(-1)
-    return weights
+def _check_token_ids(draft: DraftModel, path: Path) -> None:
+    config = draft.config
+    if "d2t" not in draft:
+        if config.draft_vocab_size != config.vocab_size:
+            raise ValueError(f"{path} has a head of {config.draft_vocab_size} of {config.vocab_size} tokens but no d2t, which says which")
+        return
+    if mx.issubdtype(draft.d2t.dtype, mx.floating):
+        raise ValueError(f"{path}: d2t holds {draft.d2t.dtype}; expected whole numbers")
+    ids = (draft.d2t.astype(mx.int64) + mx.arange(draft.d2t.size)).tolist()
+    if min(ids) < 0 or max(ids) >= config.vocab_size or len(set(ids)) != len(ids):
+        raise ValueError(f"{path}: d2t must lead to {len(ids)} different tokens below {config.vocab_size}: row i is token i + d2t[i]")
 
 
 def _quantize(draft: DraftModel, quantization: dict, weights: dict[str, mx.array]) -> None:

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .accept import Verdict, accept
 from .dice import Dice
+from .pacing import Pace
 from .stats import RoundClock, Stats
 from .target import Target
 
@@ -64,7 +65,8 @@ class Session:
 
     stop_tokens: ids that end the text. max_tokens: most tokens to emit, -1 without limit. settles: whether the
     caches shall cover every emitted token at the end, which costs one target pass; for caches that live on.
-    stream: where the work is enqueued.
+    pace: says how many drafts a round verifies; None for as many as the drafter gives. stream: where the work is
+    enqueued.
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class Session:
         stop_tokens: Collection[int] = (),
         max_tokens: int = -1,
         settles: bool = True,
+        pace: Pace | None = None,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         self.target, self.drafter, self.dice = target, drafter, dice
         self.stop_tokens = stop_tokens
         self.max_tokens = max_tokens if max_tokens >= 0 else float("inf")
-        self.settles = settles
+        self.settles, self.pace = settles, pace
         self.stream = stream or mx.default_stream(mx.default_device())
         self.stats = Stats()
         self._confirmed = 0  # tokens that the caches covered before the block that was rolled latest
@@ -133,8 +136,12 @@ class Session:
             limit = self.max_tokens - num_tokens
             with mx.stream(self.stream):
                 clock = RoundClock(self.stats)
-                latest = self._round(clock, min(limit - 1, self.drafter.num_drafts), limit)
-                clock.done(len(latest.drafts), latest.verdict.num_accepted)
+                wanted = self.drafter.num_drafts if self.pace is None else self.pace.num_drafts
+                latest = self._round(clock, min(limit - 1, wanted), limit)
+                counts = len(latest.drafts), latest.verdict.num_accepted
+                seconds = clock.done(*counts)
+                if self.pace is not None:
+                    self.pace.learn(*counts, seconds)
             num_tokens += len(latest.verdict.tokens)
             yield latest
 
@@ -156,6 +163,7 @@ class Session:
         anchor = self._anchor
         with self._all_or_nothing() as confirmed:
             drafts = self.drafter.propose(anchor, num_drafts)
+            mx.async_eval(drafts)  # the device drafts while the verify is being put together
             clock.drafted(drafts)
             scores = self.target.verify(anchor, drafts)
             clock.verifying()

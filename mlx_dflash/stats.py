@@ -93,8 +93,8 @@ class RoundClock:
     def rolled(self) -> None:
         self._waited = time.perf_counter()
 
-    def done(self, num_drafts: int, num_accepted: int) -> None:
-        """End the round, which drafted num_drafts tokens and kept num_accepted of them."""
+    def done(self, num_drafts: int, num_accepted: int) -> float:
+        """End the round, which drafted num_drafts tokens and kept num_accepted of them; return its seconds."""
         stats, whole = self._stats, time.perf_counter() - self._started
         verify_wait = self._waited - self._waits
         if self._is_timed:
@@ -105,6 +105,7 @@ class RoundClock:
         stats.num_drafted += num_drafts
         stats.accepted += [0] * (num_accepted + 1 - len(stats.accepted))
         stats.accepted[num_accepted] += 1
+        return whole
 
     def first(self) -> None:
         """End the prompt's own pass, which counts as prefill."""

@@ -94,6 +94,8 @@ def main() -> None:
     add_sampling_flags(parser)
     parser.add_argument("--rounds", type=int, default=8, help="rounds to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object a moment instead of text")
+    parser.add_argument("--svg", metavar="FILE", help="draw the walk, too")
+    parser.add_argument("--html", metavar="FILE", help="draw the walk as a page to step through, too")
     args = parser.parse_args()
     with user_errors():
         _run(args)
@@ -118,12 +120,31 @@ def _run(args: argparse.Namespace) -> None:
         model, draft, prompt, args.max_tokens, sampler=sampler_from(args, tokenizer), block_size=block_size,
         stop_tokens=tokenizer.eos_token_ids,
     )  # fmt: skip
-    text = []
+    text, moments, notes = [], [], []
     for moment in islice(watch(session, prompt), args.rounds + 1):
-        print(json.dumps(asdict(moment)) if args.json else describe(moment, prompt.size, tokenizer), flush=True)
         text += [*moment.block[1 : moment.kept + 1], moment.next_token]
-        if not args.json:
-            print(f"  text     {json.dumps(tokenizer.decode(text), ensure_ascii=False)}\n", flush=True)
+        note = f"{describe(moment, prompt.size, tokenizer)}\n  text     {json.dumps(tokenizer.decode(text), ensure_ascii=False)}\n"
+        print(json.dumps(asdict(moment)) if args.json else note, flush=True)
+        moments.append(moment)
+        notes.append(note)
+    _draw(args, moments, notes, prompt.size, tokenizer)
+
+
+def _draw(args: argparse.Namespace, moments: list[Moment], notes: list[str], prompt_length: int, tokenizer) -> None:
+    """Write the pictures that were asked for."""
+    from .picture import draw, page
+
+    def show(token: int) -> str:
+        return tokenizer.decode([token])
+
+    title = f"{args.model or 'demo pair'}: {moments[-1].confirmed - prompt_length} tokens in {len(moments) - 1} rounds"
+    for file_name, picture in (
+        (args.svg, lambda: draw(moments, prompt_length, show, title)),
+        (args.html, lambda: page(moments, prompt_length, show, notes, title)),
+    ):
+        if file_name:
+            with open(file_name, "w", encoding="utf-8") as file:
+                file.write(picture())
 
 
 if __name__ == "__main__":

@@ -199,8 +199,14 @@ def draft_weights(config, seed=1, scale=0.3, mask_embedding=False):
     return weights
 
 
+def draft2_config(dflash=None, **changes):
+    """The config.json of a tiny DFlash 2 draft: draft_config with convolutions (2 taps, groups of 4) and a selector."""
+    version_2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 4}
+    return draft_config({**version_2, **(dflash or {})}, **{"architectures": ["DFlash2DraftModel"], "is_causal": False, **changes})
+
+
 def draft_shapes(config):
-    """Tensor name -> shape of a DFlash 1 checkpoint, in z-lab's order and names."""
+    """Tensor name -> shape of a DFlash checkpoint, in z-lab's order and names: version 2 if it has a selector."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     d = config.get("head_dim") or hidden // config["num_attention_heads"]
     q_rows, kv_rows = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
@@ -220,6 +226,24 @@ def draft_shapes(config):
         shapes |= {f"{attention}q_norm.weight": (d,), f"{attention}k_norm.weight": (d,)}
         shapes |= {f"{mlp}gate_proj.weight": (wide, hidden), f"{mlp}up_proj.weight": (wide, hidden)}
         shapes[f"{mlp}down_proj.weight"] = (hidden, wide)
+        if config["dflash_config"].get("attention_sink_bias"):
+            shapes[f"{attention}attention_sink_bias"] = (config["num_attention_heads"],)
+    return shapes | _version_2_shapes(config, hidden)
+
+
+def _version_2_shapes(config, hidden):
+    sizes = config["dflash_config"]
+    if "selector_rank" not in sizes:
+        return {}
+    taps, groups, rank = sizes["conv_kernel_size"], hidden // sizes["conv_group_size"], sizes["selector_rank"]
+    shapes = {}
+    for i in range(config["num_hidden_layers"]):
+        for conv in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{i}.{conv}.base_kernel"] = (2, taps, hidden)
+            shapes[f"layers.{i}.{conv}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+    for side in ("predecessor", "successor"):
+        shapes[f"candidate_selector.{side}_codebook"] = (config["vocab_size"], rank)
     return shapes
 
 

@@ -17,6 +17,8 @@ FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchma
 LEVELS = {
     **dict.fromkeys(FRONT_ENDS, 9),
     "api": 8,
+    "structured": 8,
+    "picture": 8,
     "session": 7,
     "loading": 7,
     "pairs": 6,
@@ -26,6 +28,8 @@ LEVELS = {
     "accept": 5,
     "dice": 5,
     "stats": 5,
+    "pacing": 5,
+    "constructed": 5,
     "rollback": 5,
     "structure": 5,
     "draft": 4,
@@ -34,6 +38,9 @@ LEVELS = {
     "demo": 1,
     "openblas": 1,
     "gguf_file": 1,
+    "hub": 3,
+    "checkpoint": 2,
+    "torch_file": 1,
 }
 SAME_LEVEL = ("draft", "kernels", "demo")
 
@@ -41,7 +48,7 @@ SAME_LEVEL = ("draft", "kernels", "demo")
 # attention has the signature of mlx.
 MANY_PARAMETERS = {
     "stream_generate", "open_session", "load", "Session.__init__", "Drafter.__init__", "Target.__init__", "attend_metal",
-    "by_kernels.attend",
+    "by_kernels.attend", "Kernels.attend_block",
 }  # fmt: skip
 
 # Words that the glossary replaces, as parts of identifiers.

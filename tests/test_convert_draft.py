@@ -8,7 +8,7 @@ import pytest
 
 from convert import convert_draft
 from convert.__main__ import main
-from convert.draft import Quantization
+from convert.draft import Changes, Quantization
 from mlx_dflash import load_draft
 
 HIDDEN, MLP, NUM_LAYERS, NUM_TAPS = 64, 128, 2, 3
@@ -102,7 +102,7 @@ def test_shards_are_joined(tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtype_is_that_of_every_tensor_and_of_the_config(tmp_path, dtype):
     weights = draft_weights()
-    convert_draft(write_folder(tmp_path / "hf", [weights]), tmp_path / "mlx", dtype=dtype)
+    convert_draft(write_folder(tmp_path / "hf", [weights]), tmp_path / "mlx", Changes(dtype))
     for name, converted in read(tmp_path / "mlx").items():
         assert mx.array_equal(converted, weights[name].astype(getattr(mx, dtype))).item(), name
         assert converted.dtype == getattr(mx, dtype), name
@@ -114,7 +114,7 @@ def test_dtype_is_that_of_every_tensor_and_of_the_config(tmp_path, dtype):
 def test_matrices_are_quantized_and_norms_stay(tmp_path, bits, group_size):
     weights = draft_weights()
     source = write_folder(tmp_path / "hf", [weights])
-    convert_draft(source, tmp_path / "mlx", "float16", Quantization(bits, group_size))
+    convert_draft(source, tmp_path / "mlx", Changes("float16", Quantization(bits, group_size)))
     converted = read(tmp_path / "mlx")
     matrices = {name.removesuffix(".weight") for name, weight in weights.items() if weight.ndim == 2}
     extra = {f"{name}.{part}" for name in matrices for part in ("scales", "biases")}
@@ -140,7 +140,7 @@ def test_matrices_are_quantized_and_norms_stay(tmp_path, bits, group_size):
 
 def test_quantized_folder_loads_as_a_draft(tmp_path):
     source = write_folder(tmp_path / "hf", [draft_weights()])
-    convert_draft(source, tmp_path / "mlx", "float32", Quantization(8, 32))
+    convert_draft(source, tmp_path / "mlx", Changes("float32", Quantization(8, 32)))
     weights, converted = draft_weights(), read(tmp_path / "mlx")
     features = mx.random.normal((1, 4, NUM_TAPS * HIDDEN))
     fused = load_draft(str(tmp_path / "mlx")).fc(features)
@@ -154,7 +154,7 @@ def test_quantized_folder_loads_as_a_draft(tmp_path):
 
 def test_matrix_that_does_not_divide_into_groups_stays(tmp_path):
     source = write_folder(tmp_path / "hf", [draft_weights()])
-    convert_draft(source, tmp_path / "mlx", None, Quantization(8, 128))
+    convert_draft(source, tmp_path / "mlx", Changes(None, Quantization(8, 128)))
     packed = {name.removesuffix(".scales") for name in read(tmp_path / "mlx") if name.endswith(".scales")}
     assert packed == {f"layers.{i}.mlp.down_proj" for i in range(NUM_LAYERS)}
 
@@ -189,8 +189,6 @@ def damage(folder: Path, how: str) -> Path:
         write_folder(folder, [weights])
     elif how == "unknown tensor":
         write_folder(folder, [weights | {"markov_w1": weights["norm.weight"]}])
-    elif how == "quantized already":
-        write_folder(folder, [weights], config | {"quantization": {"bits": 4, "group_size": 64}})
     elif how == "wrong shape":
         write_folder(folder, [weights | {"fc.weight": weights["fc.weight"][:, :HIDDEN]}])
     elif how == "near relative":
@@ -205,22 +203,21 @@ def damage(folder: Path, how: str) -> Path:
     ("how", "message"),
     [
         ("no config", "has no config.json"),
-        ("no weights", "no .safetensors"),
+        ("no weights", "lacks safetensors files"),
         ("no draft", "not a DFlash draft"),
         ("missing shard", "lacks model-00002-of-00002.safetensors"),
-        ("tensor lost from its shard", "lacks the tensor norm.weight"),
-        ("tensor twice", "norm.weight twice"),
+        ("tensor lost from its shard", "promises tensors that its files do not hold: norm.weight"),
+        ("tensor twice", "cannot tell which"),
         ("missing tensor", "lacks 1 tensors of a DFlash draft, among them layers.1.mlp.up_proj.weight"),
-        ("unknown tensor", "not part of a DFlash draft, among them markov_w1"),
-        ("quantized already", "quantized already"),
+        ("unknown tensor", "tensor markov_w1: DSpark"),
         ("wrong shape", "fc.weight has shape"),
-        ("near relative", "'domino' is not plain DFlash"),
+        ("near relative", "'domino': Domino"),
         ("no number of layers", "num_hidden_layers"),
     ],
 )
 def test_failure_is_named_and_leaves_no_folder(tmp_path, how, message):
     source = damage(tmp_path / "hf", how)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         convert_draft(source, tmp_path / "mlx")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -228,7 +225,7 @@ def test_failure_is_named_and_leaves_no_folder(tmp_path, how, message):
 def test_failure_while_writing_leaves_no_folder(tmp_path):
     source = write_folder(tmp_path / "hf", [draft_weights()])
     with pytest.raises(ValueError, match="bits"):
-        convert_draft(source, tmp_path / "mlx", None, Quantization(7, 64))
+        convert_draft(source, tmp_path / "mlx", Changes(None, Quantization(7, 64)))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -252,10 +249,15 @@ def test_command_line_converts_and_quantizes_a_draft(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--q-mode", "mxfp4"], "--q-mode does not apply to a draft"),
-        (["--q-bits", "8"], "--q-bits"),
-        (["--dequantize"], "--dequantize does not apply to a draft"),
-        (["--upload-repo", "a/b"], "--upload-repo does not apply to a draft"),
+        (["--q-mode", "mxfp4"], "go with -q"),
+        (["--q-bits", "8"], "go with -q"),
+        (["--dequantize"], "not quantized"),
+        (["-q", "-d"], "not both"),
+        (["-q", "--q-group-size", "128", "--q-mode", "mxfp4"], "group"),
+        (["-q", "--q-mode", "nvfp4", "--quant-predicate", "mixed_2_6"], "affine"),
+        (["--trust-remote-code"], "--trust-remote-code does not apply to a draft"),
+        (["--draft-vocab-text", "x"], "--draft-vocab"),
+        (["--draft-vocab", "50"], "--target"),
     ],
 )
 def test_command_line_drops_no_flag(tmp_path, capsys, flags, message):

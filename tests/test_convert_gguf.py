@@ -247,7 +247,7 @@ def broken(change: str) -> tuple[dict, dict]:
     elif change == "wrong shape":
         tensors["blk.0.attn_v.weight"] = tensors["blk.0.attn_q.weight"]
     elif change == "other type":
-        tensors["blk.0.ffn_up.weight"] = (np.zeros((files.MLP, 44), np.uint8), Type.Q5_0)
+        tensors["blk.0.ffn_up.weight"] = (np.zeros((files.MLP, files.HIDDEN)), Type.F64)
     elif change == "other architecture":
         metadata["architecture"] = "mamba"
     elif change == "unknown pre-tokenizer":
@@ -274,7 +274,7 @@ def broken(change: str) -> tuple[dict, dict]:
         ("missing embedding", "lacks the tensor token_embd.weight"),
         ("unknown tensor", "no tensor 'blk.0.attn_sinks.weight'"),
         ("wrong shape", "does not fill the model"),
-        ("other type", "blk.0.ffn_up.weight is stored as Q5_0"),
+        ("other type", "blk.0.ffn_up.weight is stored as F64"),
         ("other architecture", "'mamba' model"),
         ("unknown pre-tokenizer", "'falcon'"),
         ("unknown tokenizer", "'rwkv' tokenizer"),

@@ -45,6 +45,14 @@ def test_weights_are_the_files_own_in_float32(pair):
         assert mx.array_equal(model.model.layers[3].mlp.up_proj.weight, exact)
 
 
+def test_on_the_cpu_the_draft_is_float32_too(pair):
+    draft = pair[2]
+    quantized = mlx_dflash.load_draft(str(mlx_dflash.demo.draft_path()), dtype=mx.float32).layers[1].mlp.up_proj
+    exact = mx.dequantize(quantized.weight, quantized.scales, quantized.biases, quantized.group_size, quantized.bits)
+    if mx.default_device().type == mx.DeviceType.cpu:
+        assert mx.array_equal(draft.layers[1].mlp.up_proj.weight, exact)
+
+
 def test_the_readmes_first_command_answers():
     command = [sys.executable, "-m", "mlx_dflash.generate", "--prompt", "What is the capital of France?", "-m", "20"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,41 +1,14 @@
 """The configuration of a DFlash draft, read from its config.json.
 
-Knows the keys that z-lab's DFlash 1 checkpoints use and what their absence means. Whatever would change the
-numbers and is not supported is refused by name; nothing is guessed.
+Knows the keys of z-lab's layout, into which layouts.py brings the others, and what their absence means. Whatever
+would change the numbers and is not supported is refused by name; nothing is guessed.
 """
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-# Keys of relatives of DFlash that need other networks: key -> what it says.
-_FOREIGN = {
-    "markov_rank": "a Markov head (DSpark or a DFlash hybrid)",
-    "confidence_head": "a confidence head (DSpark)",
-    "shift_label": "shifted labels (Domino)",
-    "pure_draft_prefix_len": "a recurrent prefix (Domino)",
-    "layer_fusion_weights": "layer fusion (DFly)",
-}
-# Keys of DFlash checkpoints that are not supported: key -> the values that change nothing.
-_UNSUPPORTED: dict[str, tuple] = {
-    "conv_kernel_size": (None,),
-    "conv_group_size": (None,),
-    "selector_rank": (None,),
-    "selector_top_k": (None,),
-    "use_swa": (None, False),
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1, 1.0),
-    "input_embedding_scale": (None, 1, 1.0),
-    "output_multiplier": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "sample_from_anchor": (None, False),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "eagle_aux_hidden_state_layer_ids": (None,),
-    "aux_hidden_state_layer_ids": (None,),
-    "has_embed_tokens": (None, False),
-}
+from .layouts import ARCHITECTURES, FULL, SLIDING, VERSION_2_KEYS, zlab_layout
 
 
 class _Reader:
@@ -43,9 +16,7 @@ class _Reader:
 
     def __init__(self, config: dict[str, Any]):
         self.top = config
-        self.nested = config.get("dflash_config") or {}
-        if not isinstance(self.nested, dict):
-            raise ValueError(f"dflash_config must be an object, got {type(self.nested).__name__}")
+        self.nested = config["dflash_config"]
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.nested.get(key)
@@ -68,6 +39,12 @@ class _Reader:
             raise ValueError(f"the draft's config.json has {key} = {value!r}; expected a positive number")
         return float(value)
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"the draft's config.json has {key} = {value!r}; expected true or false")
+        return value
+
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -76,6 +53,10 @@ class DraftConfig:
     target_layer_ids: tap layers, in the order in which their outputs are concatenated.
     layer_types, is_causal: one entry a draft layer. sliding_window: positions, None without sliding layers.
     block_size: trained block, anchor included. Sizes in elements; rope_scaling as Hugging Face writes it.
+    draft_vocab_size: rows of the head, vocab_size unless it is reduced. input_embedding_scale, output_multiplier,
+    value_scale: factors on the block's embeddings, on the logits before the softcap, and on V.
+    sample_from_anchor: row i of the block proposes the token behind it, instead of the token in its own slot.
+    conv_*, selector_*: DFlash 2 only, None in DFlash 1.
     """
 
     hidden_size: int
@@ -100,18 +81,43 @@ class DraftConfig:
     attention_bias: bool
     final_logit_softcapping: float | None
     quantization: dict | None
+    draft_vocab_size: int
+    input_embedding_scale: float
+    output_multiplier: float
+    value_scale: float
+    has_sinks: bool
+    is_rope_interleaved: bool
+    sample_from_anchor: bool
+    has_own_embedding: bool
+    has_own_head: bool
+    conv_kernel_size: int | None
+    conv_group_size: int | None
+    selector_rank: int | None
+    selector_top_k: int | None
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of tokens that the trained block proposes."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def version(self) -> int:
+        """1 or 2, of DFlash."""
+        return 1 if self.selector_rank is None else 2
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "DraftConfig":
-        """Read the contents of a z-lab DFlash 1 config.json.
+        """Read the contents of a draft's config.json, in any layout that layouts.py knows.
 
         Raises ValueError that names the key for anything missing, malformed or not supported.
         """
-        reader = _Reader(config)
-        _refuse_foreign(reader)
+        reader = _Reader(zlab_layout(config))
+        if reader.top.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {reader.top['hidden_act']!r} is not supported; expected 'silu'")
         num_layers = reader.integer("num_hidden_layers")
         num_heads = reader.integer("num_attention_heads")
         hidden_size = reader.integer("hidden_size")
+        vocab_size = reader.integer("vocab_size")
         layer_types = _layer_types(reader, num_layers)
         rope_theta, rope_scaling = _rope(reader)
         fields = cls(
@@ -123,20 +129,30 @@ class DraftConfig:
             num_kv_heads=reader.integer("num_key_value_heads", num_heads),
             head_dim=reader.integer("head_dim", hidden_size // num_heads),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-            vocab_size=reader.integer("vocab_size"),
+            vocab_size=vocab_size,
             max_position_embeddings=reader.integer("max_position_embeddings", 32768),
             block_size=reader.integer("block_size", 16, minimum=2),
             mask_token_id=reader.integer("mask_token_id", minimum=0),
             target_layer_ids=_target_layer_ids(reader),
-            num_target_layers=reader.get("num_target_layers"),
+            num_target_layers=None if reader.get("num_target_layers") is None else reader.integer("num_target_layers"),
             layer_types=layer_types,
             sliding_window=reader.integer("sliding_window") if SLIDING in layer_types else None,
             is_causal=_causality(reader, layer_types),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            attention_bias=bool(reader.get("attention_bias", False)),
-            final_logit_softcapping=reader.number("final_logit_softcapping"),
+            attention_bias=reader.flag("attention_bias"),
+            final_logit_softcapping=reader.number("final_logit_softcapping") if reader.get("final_logit_softcapping") else None,
             quantization=_quantization(reader),
+            draft_vocab_size=reader.integer("draft_vocab_size", vocab_size),
+            input_embedding_scale=reader.number("input_embedding_scale", 1.0),
+            output_multiplier=reader.number("output_multiplier", 1.0) * reader.number("logit_scale", 1.0),
+            value_scale=reader.number("attention_value_scale", 1.0),
+            has_sinks=reader.flag("attention_sink_bias"),
+            is_rope_interleaved=not (reader.flag("is_neox_style", True) and reader.flag("rope_is_neox_style", True)),
+            sample_from_anchor=reader.flag("sample_from_anchor"),
+            has_own_embedding=reader.flag("has_embed_tokens"),
+            has_own_head=reader.flag("has_lm_head"),
+            **_version_2(reader, hidden_size),
         )
         fields._check()
         return fields
@@ -151,44 +167,37 @@ class DraftConfig:
                 f"target_layer_ids {list(self.target_layer_ids)} reach beyond the {self.num_target_layers} layers "
                 "that num_target_layers gives the target"
             )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}")
+        if self.version == 2 and self.sample_from_anchor:
+            raise ValueError("sample_from_anchor does not go with DFlash 2, whose selector starts from the anchor")
+        if self.selector_top_k is not None and self.selector_top_k > self.draft_vocab_size:
+            raise ValueError(f"selector_top_k {self.selector_top_k} exceeds the {self.draft_vocab_size} rows of the head")
 
 
-def _refuse_foreign(reader: _Reader) -> None:
-    projector = reader.get("projector_type")
-    if projector not in (None, "dflash"):
-        raise ValueError(f"projector_type {projector!r} is not plain DFlash; its draft needs another network")
-    for key, what in _FOREIGN.items():
-        if reader.get(key):
-            raise ValueError(f"the draft's config.json has {key}: {what}, which is not plain DFlash")
-    if reader.top.get("speculators_model_type"):
-        raise ValueError("drafts in the speculators format are not supported; expected z-lab's DFlash layout")
-    architectures = reader.top.get("architectures") or ["DFlashDraftModel"]
-    if architectures[0] != "DFlashDraftModel":
-        raise ValueError(f"the draft's architecture is {architectures[0]!r}; expected 'DFlashDraftModel'")
-    if reader.top.get("model_type") == "laguna":
-        raise ValueError("model_type 'laguna' has fused projections and gates; it is not plain DFlash")
-    if reader.top.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {reader.top['hidden_act']!r} is not supported; expected 'silu'")
-    for key, neutral in _UNSUPPORTED.items():
-        if reader.get(key) not in neutral:
-            raise ValueError(f"the draft's config.json sets {key} = {reader.get(key)!r}, which is not supported")
-    vocab, draft_vocab = reader.get("vocab_size"), reader.get("draft_vocab_size")
-    if draft_vocab not in (None, vocab):
-        raise ValueError(f"draft_vocab_size {draft_vocab} differs from vocab_size {vocab}: reduced heads are not supported")
+def _version_2(reader: _Reader, hidden_size: int) -> dict[str, int | None]:
+    """The sizes of DFlash 2: all four, or none."""
+    architecture = (reader.top.get("architectures") or ["DFlashDraftModel"])[0]
+    if ARCHITECTURES[architecture] == 1 and not any(reader.get(key) for key in VERSION_2_KEYS):
+        return dict.fromkeys(VERSION_2_KEYS)
+    sizes = {key: reader.integer(key) for key in VERSION_2_KEYS}
+    if hidden_size % sizes["conv_group_size"]:
+        raise ValueError(f"conv_group_size {sizes['conv_group_size']} does not divide hidden_size {hidden_size}")
+    return sizes
 
 
 def _target_layer_ids(reader: _Reader) -> tuple[int, ...]:
     ids = reader.get("target_layer_ids")
     if not ids:
         raise ValueError("the draft's config.json lacks 'target_layer_ids': which target layers it was trained on is not guessed")
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ValueError(f"target_layer_ids must be layer numbers from 0 on, got {ids}")
     return tuple(ids)
 
 
 def _layer_types(reader: _Reader, num_layers: int) -> tuple[str, ...]:
     types = reader.get("layer_types") or [FULL] * num_layers
-    if len(types) != num_layers or set(types) - {FULL, SLIDING}:
+    if not isinstance(types, list) or len(types) != num_layers or not all(t in (FULL, SLIDING) for t in types):
         raise ValueError(f"layer_types must hold {num_layers} of {FULL!r} and {SLIDING!r}, got {types}")
     return tuple(types)
 
@@ -202,40 +211,45 @@ def _causality(reader: _Reader, layer_types: tuple[str, ...]) -> tuple[bool, ...
 
 
 def _rope(reader: _Reader) -> tuple[float, dict | None]:
-    """The rope base and scaling, from either spelling; a base inside the scaling wins."""
-    parameters, older = reader.get("rope_parameters"), reader.get("rope_scaling")
-    if parameters and older and parameters != older:
-        raise ValueError(f"rope_parameters {parameters} and rope_scaling {older} contradict each other")
-    scaling = dict(parameters or older or {})
+    """The rope base and scaling, from either spelling; rope_parameters replaces both older keys."""
+    parameters = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"rope_parameters and rope_scaling must be objects, got {parameters!r}")
+    scaling = dict(parameters)
     theta = scaling.pop("rope_theta", None) or reader.get("rope_theta", 10000.0)
+    for key, value in {"rope_theta": theta, **scaling}.items():
+        if isinstance(value, float) and not isfinite(value) or key == "rope_theta" and not (_is_number(theta) and theta > 1):
+            raise ValueError(f"the draft's config.json has {key} = {value!r}; expected a finite number, for the base one above 1")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
+    if kind in ("default", "mrope"):
+        # Text has the same position in all sections of a multimodal rope.
         return float(theta), None
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn")
     partial = scaling.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0")
-    if scaling.get("attention_factor") is not None:
-        raise ValueError("rope scaling with an explicit attention_factor is not supported")
-    if scaling.get("truncate") is False:
-        raise ValueError("rope scaling with truncate = false is not supported")
-    if not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
-        # Alone, neither of the two counts for Hugging Face; mlx-lm would apply the first.
-        scaling.pop("mscale", None)
-        scaling.pop("mscale_all_dim", None)
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", reader.integer("max_position_embeddings"))
+    if not _is_number(scaling.get("factor")) or scaling["factor"] <= 0:
+        raise ValueError(f"rope type {kind!r} needs a positive 'factor', got {scaling.get('factor')!r}")
     scaling["rope_type"] = kind
     scaling.pop("type", None)
     return float(theta), scaling
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _quantization(reader: _Reader) -> dict | None:
     """MLX's own quantization settings; other tools' are refused by name."""
     own = reader.top.get("quantization")
     other = reader.top.get("quantization_config")
-    if own is None and other is not None and "group_size" not in other:
+    if own is None and isinstance(other, dict) and "group_size" not in other:
         method = other.get("quant_method") or other.get("quant_algo") or "unknown"
         raise ValueError(f"weights quantized by {method!r} are not supported; convert an unquantized draft")
-    return own if own is not None else other
+    found = own if own is not None else other
+    if found is not None and not (isinstance(found, dict) and {"group_size", "bits"} <= found.keys()):
+        raise ValueError(f"quantization must be an object with group_size and bits, got {found!r}")
+    return found

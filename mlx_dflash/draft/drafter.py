@@ -10,13 +10,14 @@ import mlx.core as mx
 
 from ..dice import Dice
 from .model import ContextCache, DraftModel
+from .selector import best
 
 
 class Drafter:
     """Proposes blocks for one sequence.
 
-    embed: (1, L) token ids to (1, L, H) target embeddings. unembed: (1, L, H) to (1, L, V) target logits.
-    block_size: anchor + drafts, at most the block the draft was trained with.
+    embed: (1, L) token ids to (1, L, H) target embeddings. unembed: (1, L, H) to (1, L, V) target logits; both give
+    way to the draft's own where it has them. block_size: anchor + drafts, at most what the draft was trained with.
     """
 
     def __init__(
@@ -28,16 +29,18 @@ class Drafter:
         caches: list[ContextCache] | None = None,
         block_size: int | None = None,
     ):
-        trained = draft.config.block_size
-        block_size = trained if block_size is None else block_size
-        if not 1 <= block_size <= trained:
-            raise ValueError(f"block_size must be 1 to {trained}, the block that the draft was trained with; got {block_size}")
-        self.draft, self.unembed, self.dice = draft, unembed, dice
+        most = draft.config.num_drafts + 1
+        block_size = most if block_size is None else block_size
+        if not 1 <= block_size <= most:
+            raise ValueError(f"block_size must be 1 to {most}, the block that the draft was trained with; got {block_size}")
+        self.draft, self.dice = draft, dice
         self.caches = draft.make_cache() if caches is None else caches
         self.num_drafts = block_size - 1
-        self._embed = embed
+        self._table = draft.get("embed_tokens", embed)
+        self._head, self._token_ids = _head(draft, unembed), draft.token_ids
         mask = draft.get("mask_embedding")
-        self._mask_row = embed(mx.array([[draft.config.mask_token_id]])) if mask is None else mask.reshape(1, 1, -1)
+        mask = self._table(mx.array([[draft.config.mask_token_id]])) if mask is None else mask.reshape(1, 1, -1)
+        self._mask_row = mask * draft.config.input_embedding_scale
 
     @property
     def context_length(self) -> int:
@@ -68,16 +71,11 @@ class Drafter:
             assert trimmed == rows, f"context cache gave back {trimmed} of {rows} rows"
 
     def draft_logits(self, anchor: int | mx.array, num_drafts: int | None = None) -> mx.array:
-        """Return the draft's logits (γ, V) for the γ = num_drafts tokens after the anchor, which stays uncommitted."""
-        num_drafts = self.num_drafts if num_drafts is None else num_drafts
-        anchor = mx.array(anchor).reshape(1, 1)
-        masks = mx.broadcast_to(self._mask_row, (1, num_drafts, self._mask_row.shape[-1]))
-        block = mx.concatenate([self._embed(anchor), masks.astype(self._mask_row.dtype)], axis=1)  # (1, γ + 1, H)
-        # Row 0 is the anchor; the draft was trained to predict only the masked slots.
-        hidden = self.draft(block, self.caches)[:, 1:]
-        logits = self.unembed(hidden)[0, :, : self.draft.config.vocab_size]
-        cap = self.draft.config.final_logit_softcapping
-        return logits if cap is None else mx.tanh(logits / cap) * cap
+        """Return the draft's logits for the γ = num_drafts tokens after the anchor, which stays uncommitted.
+
+        (γ, V), or (γ, Vd) over the rows of a reduced head; in DFlash 2 before the selector.
+        """
+        return self._logits(self._hidden(mx.array(anchor), self.num_drafts if num_drafts is None else num_drafts))
 
     def propose(self, anchor: int | mx.array, num_drafts: int) -> mx.array:
         """Return up to num_drafts draft tokens (γ,) uint32 that may follow the anchor; the context stays as it is."""
@@ -86,4 +84,40 @@ class Drafter:
             # Nothing reads the context in this round; without an evaluation its pending appends would pile up.
             mx.eval([cache.keys for cache in self.caches], [cache.values for cache in self.caches])
             return mx.zeros((0,), mx.uint32)
-        return self.dice.guess(self.draft_logits(anchor, num_drafts))
+        config, anchor = self.draft.config, mx.array(anchor)
+        hidden = self._hidden(anchor, num_drafts)
+        logits = self._logits(hidden)
+        if config.version == 1:
+            return self.dice.guess(logits, self._token_ids, config.vocab_size)
+        scores, columns = best(logits, config.selector_top_k)
+        ids = columns if self._token_ids is None else self._token_ids[columns]
+        with self.dice.guessing(config.vocab_size) as choose:
+            return self.draft.candidate_selector.walk(hidden, (scores, ids), anchor.reshape(1), choose)
+
+    def _hidden(self, anchor: mx.array, num_drafts: int) -> mx.array:
+        """(γ, H), the rows of a block from which the drafts are read."""
+        config = self.draft.config
+        num_masks = num_drafts - config.sample_from_anchor
+        first = self._table(anchor.reshape(1, 1)) * config.input_embedding_scale
+        masks = mx.broadcast_to(self._mask_row, (1, num_masks, self._mask_row.shape[-1]))
+        block = mx.concatenate([first, masks.astype(first.dtype)], axis=1)  # (1, L, H)
+        hidden = self.draft(block, self.caches)[0]
+        # Row 0 is the anchor; most drafts were trained to predict only the masked slots.
+        return hidden if config.sample_from_anchor else hidden[1:]
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        config = self.draft.config
+        logits = self._head(hidden[None])[0, :, : config.vocab_size]
+        if config.output_multiplier != 1.0:
+            logits = logits * config.output_multiplier
+        cap = config.final_logit_softcapping
+        return logits if cap is None else mx.tanh(logits / cap) * cap
+
+
+def _head(draft: DraftModel, unembed: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """The draft's own head, or the target's, reduced to the draft's tokens where it has fewer."""
+    own = draft.get("lm_head", draft.borrowed_head)
+    if own is not None:
+        return own
+    ids = draft.token_ids
+    return unembed if ids is None else lambda hidden: unembed(hidden)[..., ids]

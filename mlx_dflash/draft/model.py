@@ -1,4 +1,4 @@
-"""The DFlash draft network (version 1) in MLX modules, with the tensor names of z-lab's checkpoints.
+"""The DFlash draft network (versions 1 and 2) in MLX modules, with the tensor names of z-lab's checkpoints.
 
 It reads no text. Each layer attends from a block [anchor, mask, mask, ...] to context K/V, which are projected from
 the target's hidden states with the layer's own k_proj and v_proj, and to the block itself.
@@ -6,14 +6,19 @@ Knows its configuration and its context caches; knows nothing of targets, sampli
 Source: DFlash, block diffusion for flash speculative decoding (z-lab), and the layout of its public checkpoints.
 """
 
+from collections.abc import Callable, Collection
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.rope_utils import initialize_rope
 
 from ..cache import GrowingKVCache, WindowedKVCache
 from ..kernels import Kernels, Sight
-from .config import SLIDING, DraftConfig
+from .config import DraftConfig
+from .conv import GroupedDynamicConv, convolve
+from .layouts import SLIDING
+from .rope import make_rope
+from .selector import CandidateSelector
 
 ContextCache = GrowingKVCache | WindowedKVCache
 
@@ -35,6 +40,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * d, H, bias=bias)
         self.q_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+        self.value_scale = config.value_scale
+        if config.has_sinks:
+            self.attention_sink_bias = mx.zeros((self.num_heads,))
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
         """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V stay uncommitted."""
@@ -49,9 +57,14 @@ class Attention(nn.Module):
         )
         queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, A, L, d)
         keys = rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, K, L, d)
-        block = (keys, values.transpose(0, 2, 1, 3))  # (1, K, L, d) each
-        out = self.kernels.attend_block(queries, block, cache, self.sight, self.head_dim**-0.5)  # (1, A, L, d)
+        block = (keys, _scaled(values.transpose(0, 2, 1, 3), self.value_scale))  # (1, K, L, d) each
+        sinks = self.get("attention_sink_bias")
+        out = self.kernels.attend_block(queries, block, cache, self.sight, self.head_dim**-0.5, sinks)  # (1, A, L, d)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, L, -1))
+
+
+def _scaled(x: mx.array, scale: float) -> mx.array:
+    return x if scale == 1.0 else x * scale
 
 
 class MLP(nn.Module):
@@ -72,33 +85,75 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.version == 2:
+            sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+            self.attention_conv, self.mlp_conv = GroupedDynamicConv(*sizes), GroupedDynamicConv(*sizes)
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """x: (1, L, H), the block. Returns (1, L, H)."""
+        x = x + self._mixed("attention_conv", self.input_layernorm(x), lambda h: self.self_attn(h, rope, cache))
+        return x + self._mixed("mlp_conv", self.post_attention_layernorm(x), self.mlp)
+
+    def _mixed(self, conv: str, x: mx.array, sublayer: Callable[[mx.array], mx.array]) -> mx.array:
+        """The sublayer, in DFlash 2 between two convolutions."""
+        if conv not in self:
+            return sublayer(x)
+        before, after = self[conv].kernels(x)
+        return convolve(sublayer(convolve(x, before)), after)
 
 
 class DraftModel(nn.Module):
-    """A DFlash 1 draft: fc and hidden_norm make context rows out of target features, layers turn a block into hidden rows.
+    """A DFlash draft: fc and hidden_norm make context rows out of target features, layers turn a block into hidden rows.
 
-    mask_embedding: (H,) row that fills the mask slots in place of the target's embedding of the mask token; None
-    where the checkpoint has none. kernels: runs the block's attention; without it, stock MLX operations do.
+    parts: which of OPTIONAL_PARTS the checkpoint has. mask_embedding (H,) fills the mask slots in place of the
+    embedding of the mask token. embed_tokens and lm_head stand in for the target's. d2t (Vd,) int makes the head a
+    reduced one: its row i is token i + d2t[i]. kernels: runs the block's attention; without it, stock MLX operations do.
     """
 
-    def __init__(self, config: DraftConfig, has_mask_embedding: bool = False, kernels: Kernels | None = None):
+    OPTIONAL_PARTS = ("mask_embedding", "embed_tokens", "lm_head", "d2t")
+
+    def __init__(self, config: DraftConfig, parts: Collection[str] = (), kernels: Kernels | None = None):
         super().__init__()
         self.config = config
         self.kernels = kernels or Kernels("off")
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        H = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, H, bias=False)
+        self.hidden_norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
         self.layers = [DraftLayer(config, i, self.kernels) for i in range(config.num_layers)]
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if has_mask_embedding:
-            self.mask_embedding = mx.zeros((config.hidden_size,))
-        self._rope = initialize_rope(
-            config.head_dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings
-        )
+        self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
+        if config.version == 2:
+            self.candidate_selector = CandidateSelector(H, config.vocab_size, config.selector_rank, config.selector_top_k)
+        if "mask_embedding" in parts:
+            self.mask_embedding = mx.zeros((H,))
+        if "embed_tokens" in parts:
+            self.embed_tokens = nn.Embedding(config.vocab_size, H)
+        if "lm_head" in parts:
+            self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
+        if "d2t" in parts:
+            self.d2t = mx.zeros((config.draft_vocab_size,), mx.int32)
+        self._rope = make_rope(config)
         self._fused_kv = None
+        self._round_seconds: dict[int, float] = {}
+        self._borrowed_head: Callable[[mx.array], mx.array] | None = None
+
+    @property
+    def round_seconds(self) -> dict[int, float]:
+        """Seconds of a round by its number of drafts, as far as they were measured with the latest target."""
+        return self._round_seconds
+
+    @property
+    def token_ids(self) -> mx.array | None:
+        """(Vd,) uint32, the token of each row of a reduced head; None where the head has every token."""
+        return (self.d2t + mx.arange(self.d2t.size)).astype(mx.uint32) if "d2t" in self else None
+
+    @property
+    def borrowed_head(self) -> Callable[[mx.array], mx.array] | None:
+        """The rows of the target's head that a reduced head without weights of its own consists of."""
+        return self._borrowed_head
+
+    def borrow_head(self, rows: Callable[[mx.array], mx.array]) -> None:
+        """Use rows of a target's head, (1, L, H) -> (1, L, Vd), which do not become part of this model."""
+        self._borrowed_head = rows
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -149,7 +204,8 @@ class DraftModel(nn.Module):
             kv = mx.concatenate([p(h) for a in (layer.self_attn for layer in self.layers) for p in (a.k_proj, a.v_proj)], axis=-1)
         kv = kv.reshape(S, N, 2, K, d).transpose(2, 1, 3, 0, 4)  # (2, N, K, S, d)
         weights = mx.stack([layer.self_attn.k_norm.weight for layer in self.layers]).reshape(N, 1, 1, d)
-        return mx.fast.rms_norm(kv[0], None, self.config.rms_norm_eps) * weights, kv[1]
+        keys = mx.fast.rms_norm(kv[0], None, self.config.rms_norm_eps) * weights
+        return keys, _scaled(kv[1], self.config.value_scale)
 
     def __call__(self, block: mx.array, caches: list[ContextCache]) -> mx.array:
         """block: (1, L, H) embeddings of [anchor, mask, ...]. Returns (1, L, H), hidden rows after the final norm."""

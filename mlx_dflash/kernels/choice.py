@@ -48,18 +48,22 @@ class Kernels:
         """Whether any shape seen so far runs as a kernel."""
         return any(verdict["refused"] is None for verdict in self.verdicts.values())
 
-    def attend_block(self, q: mx.array, block: tuple[mx.array, mx.array], cache, sight: Sight, scale: float) -> mx.array:
+    def attend_block(
+        self, q: mx.array, block: tuple[mx.array, mx.array], cache, sight: Sight, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
         """Attention of a draft's block over the context in cache and over itself.
 
         q: (B, Hq, L, d); block: keys and values (B, Hkv, L, d). cache: its first `rows` rows of keys and values count;
-        the twin writes the block behind them (write_block), the kernel reads it where it is. Returns (B, Hq, L, d).
+        the twin writes the block behind them (write_block), the kernel reads it where it is. sinks: (Hq,) logits of
+        attending to nothing. Returns (B, Hq, L, d).
         """
+        sinks = None if sinks is None else sinks.astype(q.dtype)
         if cache.rows:
             apart = Keys(cache.keys, cache.values, cache.rows, block)
-            if self._verdict_on_attention(q, apart, sight, None):
-                return self._attend_metal(q, apart, sight, scale, None)
+            if self._verdict_on_attention(q, apart, sight, sinks):
+                return self._attend_metal(q, apart, sight, scale, sinks)
         keys, values = cache.write_block(*block)
-        return attention.attend_ops(q, Keys(keys, values, keys.shape[2] - q.shape[2]), sight, scale)
+        return attention.attend_ops(q, Keys(keys, values, keys.shape[2] - q.shape[2]), sight, scale, sinks)
 
     def attend(self, q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None) -> mx.array:
         """Attention of a block whose keys and values lie where Keys says; see attention.attend_ops."""

@@ -1,7 +1,8 @@
 """What is in a GGUF file: metadata as Python values, tensors as MLX arrays, and the type each tensor has in the file.
 
 Tensor data and metadata are read by mx.load. Its result does not tell a tensor's stored type (types it does not
-know become float16), so the directory of tensors is read here as well. Knows no model.
+know become float16), so the directory of tensors is read here as well. A file with other types, such as k-quants, is
+read and dequantized by the gguf package. Knows no model.
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -40,20 +41,24 @@ class GGUFFile:
     """A GGUF file, opened and checked.
 
     metadata: key -> str, bool, int, float or list. tensors: name -> array, where a quantized X.weight comes with
-    X.scales and X.biases. directory: name -> Entry.
-    Raises ValueError for a file that is not GGUF, is cut off, or holds a tensor type that has no exact reading here.
+    X.scales and X.biases. directory: name -> Entry. In a file with k-quants every quantized tensor is float16 instead;
+    if it unpacks, in every file, and float32.
+    Raises ValueError for a file that is not GGUF, is cut off, or holds a tensor type that cannot be read.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, unpacks: bool = False):
         self.path = Path(path)
         with self.path.open("rb") as file:
             self.directory = _read_directory(file, self.path)
-        self._check_directory()
-        tensors, metadata = mx.load(str(self.path), format="gguf", return_metadata=True)
-        self.metadata = {key: _plain(value) for key, value in metadata.items()}
+        self._check_size()
+        if not unpacks and all(entry.type in BLOCK_BYTES for entry in self.directory.values()):
+            tensors, metadata = mx.load(str(self.path), format="gguf", return_metadata=True)
+            self.metadata = {key: _plain(value) for key, value in metadata.items()}
+            self.tensors = tensors | {name: self._read_bf16(e) for name, e in self.directory.items() if e.type == "BF16"}
+        else:
+            self.tensors, self.metadata = _read_with_library(self.path, mx.float32 if unpacks else mx.float16)
         if self.value("split.count", 1) > 1:
             raise ValueError(f"{self.path.name} is one of {self.value('split.count')} parts; merge them into one file")
-        self.tensors = tensors | {name: self._read_bf16(e) for name, e in self.directory.items() if e.type == "BF16"}
 
     def value(self, key: str, default: Any = None) -> Any:
         """The metadata under `key`; without a default, ValueError names the missing key."""
@@ -69,13 +74,15 @@ class GGUFFile:
             raise ValueError(f"{self.path.name} lacks the tensor {name}")
         return self.directory[name]
 
-    def _check_directory(self) -> None:
+    @property
+    def quantized_bits(self) -> dict[str, int]:
+        """Name -> bits of the tensors that come with scales and biases."""
+        return {n: QUANTIZED_BITS[e.type] for n, e in self.directory.items() if n.removesuffix("weight") + "scales" in self.tensors}
+
+    def _check_size(self) -> None:
         num_bytes = self.path.stat().st_size
         for name, entry in self.directory.items():
-            if entry.type not in BLOCK_BYTES:
-                known = ", ".join(BLOCK_BYTES)
-                raise ValueError(f"{self.path.name}: {name} is stored as {entry.type}; can convert {known}")
-            end = entry.start + prod(entry.shape) * BLOCK_BYTES[entry.type] // 32
+            end = entry.start + prod(entry.shape) * BLOCK_BYTES.get(entry.type, 0) // 32
             if end > num_bytes:
                 raise ValueError(f"{self.path.name} is cut off: {name} ends at byte {end} of {num_bytes}")
 
@@ -85,6 +92,59 @@ class GGUFFile:
             file.seek(entry.start)
             bits = np.fromfile(file, np.uint16, prod(entry.shape))
         return mx.array(bits.reshape(entry.shape)).view(mx.bfloat16)
+
+
+def gguf_architecture(path: Path) -> str:
+    """Read what kind of model a file holds, without its tensors. Raises ValueError for a file that is not GGUF."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file")
+        try:
+            _, _, num_values = _unpack(file, "IQQ")
+            for _ in range(num_values):
+                key, (kind,) = _string(file), _unpack(file, "I")
+                if key == b"general.architecture" and kind == _STRING:
+                    return _string(file).decode()
+                _skip_value(file, kind)
+        except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
+            raise ValueError(f"{path.name} is cut off or damaged") from error
+    raise ValueError(f"{path.name} has no general.architecture in its metadata")
+
+
+def _read_with_library(path: Path, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Tensors and metadata by the gguf package, quantized tensors as dtype."""
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError as error:
+        known = ", ".join(BLOCK_BYTES)
+        raise ValueError(f"{path.name} holds types other than {known}; to read them: pip install gguf") from error
+    try:
+        reader = GGUFReader(path)
+    except ValueError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}; is it cut off?") from error
+    tensors = {}
+    for tensor in reader.tensors:
+        kind = tensor.tensor_type.name
+        if kind[0] == "I" and kind[1:].isdigit():
+            values = mx.array(np.array(tensor.data))
+        else:
+            try:
+                values = mx.array(dequantize(tensor.data, tensor.tensor_type))
+            except NotImplementedError as error:
+                raise ValueError(f"{path.name}: {tensor.name} is stored as {kind}, which cannot be read") from error
+            values = values if kind == "F32" else values.astype(mx.bfloat16 if kind == "BF16" else dtype)
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        tensors[tensor.name] = values.reshape(shape)
+        mx.eval(tensors[tensor.name])
+    metadata = {name: _plain_contents(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    return tensors, metadata
+
+
+def _plain_contents(field: Any) -> Any:
+    value = field.contents()
+    # The shortest decimal of the float32: 1e-05, not 9.999999747378752e-06.
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _read_directory(file: BinaryIO, path: Path) -> dict[str, Entry]:

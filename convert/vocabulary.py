@@ -1,0 +1,39 @@
+"""Which tokens a reduced head keeps: the most frequent of a text, or the first of the tokenizer. Knows tokenizers only."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def frequent_tokens(tokenizer: Any, size: int, vocab_size: int, text: str | None = None) -> list[int]:
+    """Return `size` ids below vocab_size, ascending: special tokens, then by frequency in the text, then by rank.
+
+    Byte-pair tokenizers number their tokens by the rank of their merges, frequent ones first. Raises ValueError for a
+    size that has no room for the special tokens, or none for any other.
+    """
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *_stop_ids(tokenizer)}
+    special = {i for i in special if i is not None and i < vocab_size}
+    if not len(special) < size < vocab_size:
+        raise ValueError(f"a reduced head must have {len(special) + 1} to {vocab_size - 1} tokens, special ones included; got {size}")
+    counts = Counter(tokenizer.encode(text, add_special_tokens=False)) if text else Counter()
+    others = sorted((i for i in range(vocab_size) if i not in special), key=lambda i: (-counts[i], i))
+    return sorted(special | set(others[: size - len(special)]))
+
+
+def target_tokenizer(target: str) -> Any:
+    """Load the tokenizer of a target: a folder, a repository of the hub, or "demo"."""
+    from mlx_lm.tokenizer_utils import load as load_tokenizer
+    from mlx_lm.utils import _download
+
+    from mlx_dflash.hub import local_path
+
+    if target == "demo":
+        from mlx_dflash.demo import target_path
+
+        return load_tokenizer(target_path())
+    path = local_path(target)
+    return load_tokenizer(path or Path(_download(target, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"])))
+
+
+def _stop_ids(tokenizer: Any) -> list[int]:
+    return list(getattr(tokenizer, "eos_token_ids", None) or [])

@@ -1,0 +1,73 @@
+"""`python -m mlx_dflash.chat`: flags, loading, and the loop."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..cli import add_model_flags, load_pair, user_errors
+from .settings import Settings
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mlx_dflash.chat", description="Talk with a target, with drafting; the demo pair without --model.")
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--system-prompt", help="system message")
+    add("--chat-template-config", type=json.loads, default={}, help="JSON object of options for the chat template")
+    for name, default in vars(Settings(max_tokens=1024)).items():
+        if not isinstance(default, bool):
+            add(f"--{name.replace('_', '-')}", *(["-m"] if name == "max_tokens" else []), type=type(default), default=default, help="(default: %(default)s)")
+    add("--seed", type=int, help="seed of the random numbers (default: a new one each time)")
+    add("--prefill-step-size", type=int, default=2048, help="prompt tokens processed at a time (default: %(default)s)")
+    add("--prompt-cache-file", help="a .safetensors file: continue the conversation in it, and save it there at the end")
+    add("--no-markdown", action="store_true", help="show the text as it is")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    with user_errors():
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    try:
+        from .terminal import Terminal
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the chat needs {error.name}: pip install 'mlx-dflash[chat]'") from error
+    file_name = args.prompt_cache_file
+    if file_name and not file_name.endswith(".safetensors"):
+        raise ValueError(f"--prompt-cache-file must end in .safetensors, got {file_name}")
+    if args.num_draft_tokens is not None and args.block_size is not None:
+        raise ValueError("give --block-size or --num-draft-tokens, not both")
+    settings = Settings(**{name: getattr(args, name) for name in vars(Settings()) if name != "thinking"})
+    terminal = Terminal(_conversation(args, settings), {"model": args.model or "demo", "draft": args.draft_model or "demo"}, not args.no_markdown)
+    if file_name and Path(file_name).exists():
+        terminal.load(file_name)
+    model = args.model or "the demo pair"
+    terminal.say(f"Talking to {model}{'' if terminal.conversation.drafting else ', without a draft'}. /help lists the commands, Ctrl-D leaves.")
+    terminal.run()
+    if file_name and terminal.conversation.messages:
+        terminal.conversation.save(file_name, terminal.metadata)
+        print(f"saved to {file_name}", file=sys.stderr)
+
+
+def _conversation(args: argparse.Namespace, settings: Settings):
+    import mlx.core as mx
+
+    from .conversation import Conversation
+
+    model, tokenizer, draft = load_pair(args)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    conversation = Conversation(model, tokenizer, draft, system=args.system_prompt, settings=settings)
+    conversation.template_options = args.chat_template_config
+    conversation.options = {"prefill_step_size": args.prefill_step_size}
+    if draft is not None:
+        conversation.options |= {"block_size": args.block_size, "num_draft_tokens": args.num_draft_tokens}
+    return conversation
+
+
+if __name__ == "__main__":
+    main()

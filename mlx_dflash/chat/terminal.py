@@ -1,0 +1,150 @@
+"""The chat in a terminal: reads lines, shows answers and a status line. Knows prompt_toolkit, rich and signals."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+from prompt_toolkit.completion import NestedCompleter
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings
+from rich.console import Console
+
+from ..cli import prefill_bar
+from .commands import COMMANDS, Leave, run_command
+from .conversation import Conversation, plain_seconds_per_token
+from .view import AnswerView
+
+_HISTORY = Path("~/.cache/mlx_dflash/chat_history").expanduser()
+
+
+class Terminal:
+    """A person at a conversation.
+
+    metadata: what a file with caches is saved with, and must have been saved with to be loaded.
+    """
+
+    def __init__(self, conversation: Conversation, metadata: dict[str, str], markdown: bool = True):
+        self.conversation, self.metadata, self.markdown = conversation, metadata, markdown
+        self.console = Console(highlight=False)
+        self._plain_seconds: float | None = None
+
+    def say(self, text: str) -> None:
+        """Tell the person something that is not part of the conversation."""
+        self.console.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def run(self) -> None:
+        """Read and answer until the person leaves. Raises whatever is no mistake of theirs."""
+        read = _reader() if sys.stdin.isatty() else _read_line
+        while True:
+            try:
+                line = read()
+                if line.startswith("/"):
+                    run_command(self, line)
+                elif line.strip():
+                    self.answer(line)
+            except (EOFError, Leave):
+                return
+            except KeyboardInterrupt:
+                self.say("Ctrl-D or /quit leaves.")
+            except (ValueError, OSError) as error:
+                self.console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+
+    def answer(self, text: str) -> None:
+        """Send a message and show the answer with its status line. Ctrl-C stops it."""
+        conversation = self.conversation
+        with _watch_ctrl_c() as was_pressed, prefill_bar() as progress, AnswerView(self.console, self.markdown) as view:
+            for kind, piece in conversation.ask(text, was_pressed, progress):
+                view.feed(kind, piece)
+        for notice in conversation.turn.notices:
+            self.say(notice)
+        if conversation.turn.response is not None:
+            self.say(self._status())
+
+    def load(self, file_name: str) -> None:
+        has_caches = self.conversation.load(file_name, self.metadata)
+        read = "its caches too" if has_caches else "the next message reads it again"
+        self.say(f"Continuing {len(self.conversation.messages)} messages from {file_name}, {read}.")
+
+    def _status(self) -> str:
+        turn, model = self.conversation.turn, self.conversation.model
+        response, stats = turn.response, turn.response.stats if self.conversation.draft is not None else None
+        parts = [f"{response.generation_tokens} tokens", f"{response.generation_tps:.1f} tokens/s"]
+        if stats is not None and stats.num_rounds:
+            if self._plain_seconds is None:
+                self._plain_seconds = plain_seconds_per_token(model)
+            parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+            parts.append(f"about {response.generation_tps * self._plain_seconds:.1f} x plain")
+        limit = _context_limit(model)
+        used = len(self.conversation.covered)
+        parts.append(f"context {used}" + (f" of {limit}" if limit else "") + f", {turn.num_read} read")
+        stopped = {None: ["stopped"], "length": ["cut"]}.get(response.finish_reason, [])
+        return "[" + " · ".join(parts + stopped) + "]"
+
+
+def _context_limit(model: Any) -> int | None:
+    args = getattr(model, "args", None)
+    nested = getattr(args, "text_config", None) or {}
+    return getattr(args, "max_position_embeddings", None) or (nested.get("max_position_embeddings") if isinstance(nested, dict) else None)
+
+
+def _read_line() -> str:
+    """A line of stdin that is no terminal: one message a line."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _reader() -> Callable[[], str]:
+    """Line editing with history, completion of commands, and new lines inside a message."""
+    keys = KeyBindings()
+
+    # Ctrl-J is what Enter becomes when somebody types ahead, before the line is being read.
+    @keys.add("enter")
+    @keys.add("c-j")
+    def _(event):
+        buffer = event.current_buffer
+        if buffer.text[: buffer.cursor_position].endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event):
+        event.current_buffer.insert_text("\n")
+
+    completer = NestedCompleter.from_nested_dict({n: dict.fromkeys(c.choices) or None for n, c in COMMANDS.items()})
+    try:
+        _HISTORY.parent.mkdir(parents=True, exist_ok=True)
+        history = FileHistory(str(_HISTORY))
+    except OSError:
+        history = InMemoryHistory()
+    session = PromptSession(
+        "> ", history=history, completer=completer, auto_suggest=AutoSuggestFromHistory(), key_bindings=keys,
+        multiline=True, prompt_continuation="… ", complete_while_typing=False,
+    )  # fmt: skip
+    return session.prompt
+
+
+@contextmanager
+def _watch_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C into a question that can be asked; a second Ctrl-C interrupts as usual."""
+    pressed = False
+
+    def press(number, frame):
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,140 @@
+"""The files of a checkpoint: config.json, safetensors with or without an index, a learned mask embedding.
+
+Reads and checks files; knows what makes a folder a draft and nothing else of models.
+"""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .torch_file import read_torch_file
+
+INDEX = "model.safetensors.index.json"
+MASK_FILE = "mask_embedding.pt"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_RELATIVES = ("dflash", "dspark", "domino", "dfly")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json. Raises FileNotFoundError if there is none, ValueError unless it holds an object."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; expected a model folder")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ValueError for anything else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def is_draft_config(config: dict[str, Any]) -> bool:
+    """Say whether config.json describes a draft: one of DFlash, or of a relative, which the draft loader refuses by name."""
+    named = "".join(map(str, config.get("architectures") or [])).lower()
+    return any(word in named for word in _RELATIVES) or "dflash_config" in config or "speculators_model_type" in config
+
+
+def read_tensors(folder: Path) -> dict[str, mx.array]:
+    """Read all tensors of a folder's safetensors, lazily: those its index names, the one file, or one set of shards.
+
+    Raises FileNotFoundError for files that are missing, ValueError that names the file or tensor for damaged or
+    ambiguous ones.
+    """
+    mapping = None
+    if (folder / INDEX).is_file():
+        mapping = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise ValueError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
+        if strange := [n for n in mapping.values() if not isinstance(n, str) or Path(n).name != n]:
+            raise ValueError(f"{folder / INDEX} names the file {strange[0]!r}; expected files of the same folder")
+    files = sorted({folder / name for name in mapping.values()} if mapping else folder.glob("*.safetensors"))
+    absent = [f.name for f in files if not f.is_file()]
+    if absent or not files:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(absent) or 'safetensors files'}")
+    if mapping is None and len(files) > 1:
+        _check_shards(files)
+    tensors: dict[str, mx.array] = {}
+    for file in files:
+        found = read_safetensors(file)
+        if mapping is not None:
+            found = {name: tensor for name, tensor in found.items() if mapping.get(name) == file.name}
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ValueError(f"{folder} holds {twice[0]} twice, the second time in {file.name}")
+        tensors |= found
+    if lost := sorted(set(mapping or ()) - tensors.keys()):
+        raise ValueError(f"{folder / INDEX} promises tensors that its files do not hold: {', '.join(lost[:5])}")
+    return tensors
+
+
+def read_safetensors(file: Path) -> dict[str, mx.array]:
+    """Read one file, lazily. Raises ValueError unless its header and its size agree."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{file} is not a safetensors file, or is cut off: {size} bytes with a header of {length}")
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
+    if max(ends, default=0) + 8 + length != size:
+        raise ValueError(f"{file} has {size} bytes, its header says {max(ends, default=0) + 8 + length}; download it again")
+    try:
+        return mx.load(str(file), format="safetensors")
+    except RuntimeError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _check_shards(files: list[Path]) -> None:
+    parts = [_SHARD.fullmatch(f.name) for f in files]
+    names = {(m[1], int(m[3])) for m in parts if m}
+    if None in parts or len(names) != 1:
+        raise ValueError(f"cannot tell which of {', '.join(f.name for f in files)} to load; expected one file, or an index")
+    total = names.pop()[1]
+    missing = sorted(set(range(1, total + 1)) - {int(m[2]) for m in parts})
+    if missing:
+        raise FileNotFoundError(f"{files[0].parent} lacks shards {missing} of {total}")
+
+
+def read_mask_embedding(folder: Path) -> tuple[mx.array | None, int | None]:
+    """Read mask_embedding.pt, without executing it: the vector (H,) and the mask token's id, each None if not there.
+
+    Raises ValueError for anything but one vector, bare or in a dict as "embedding" or "mask_embedding".
+    """
+    file = folder / MASK_FILE
+    if not file.is_file():
+        return None, None
+    held, token = read_torch_file(file), None
+    if isinstance(held, dict):
+        token = held.get("mask_token_id")
+        held = held.get("embedding", held.get("mask_embedding"))
+    token = token.item() if isinstance(token, mx.array) and token.size == 1 else token
+    if not isinstance(held, mx.array) or held.ndim not in (1, 2) or held.size != held.shape[-1]:
+        raise ValueError(f"{file} must hold one vector, bare or in a dict as 'embedding' or 'mask_embedding'")
+    if token is not None and not isinstance(token, int):
+        raise ValueError(f"{file} has mask_token_id {token!r}; expected a number")
+    return held.reshape(-1), token
+
+
+def find_token(folder: Path, token: str) -> int | None:
+    """Find a token's id in the folder's tokenizer files; None if they do not have it."""
+    if (file := folder / "added_tokens.json").is_file() and isinstance(found := read_json(file).get(token), int):
+        return found
+    if (file := folder / "tokenizer.json").is_file():
+        content = read_json(file)
+        added = {t.get("content"): t.get("id") for t in content.get("added_tokens") or []}
+        vocabulary = (content.get("model") or {}).get("vocab")
+        return added.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
+    return None

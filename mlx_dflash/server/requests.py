@@ -1,0 +1,249 @@
+"""Request bodies in: every field checked and named in its error; what cannot be honoured is one.
+
+Knows the OpenAI API and mlx-lm's additions to it; knows nothing of HTTP or generation.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.server import CompletionRequest, GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
+
+from .errors import ApiError
+
+_NUMBER = (int, float)
+# Field: allowed types, least and greatest value.
+_FIELDS: dict[str, tuple[Any, float | None, float | None]] = {
+    "stream": (bool, None, None),
+    "max_tokens": (int, 1, None),
+    "max_completion_tokens": (int, 1, None),
+    "temperature": (_NUMBER, 0, None),
+    "top_p": (_NUMBER, 0, 1),
+    "top_k": (int, 0, None),
+    "min_p": (_NUMBER, 0, 1),
+    "num_draft_tokens": (int, 0, None),
+    "repetition_penalty": (_NUMBER, 0, None),
+    "repetition_context_size": (int, 0, None),
+    "presence_penalty": (_NUMBER, None, None),
+    "presence_context_size": (int, 0, None),
+    "frequency_penalty": (_NUMBER, None, None),
+    "frequency_context_size": (int, 0, None),
+    "xtc_probability": (_NUMBER, 0, 1),
+    "xtc_threshold": (_NUMBER, 0, 1),
+    "top_logprobs": (int, -1, 20),
+    "seed": (int, 0, 2**64 - 1),
+    "n": (int, 1, 1),
+    "best_of": (int, 1, 1),
+    "model": (str, None, None),
+    "draft_model": (str, None, None),
+    "adapters": (str, None, None),
+    "logit_bias": (dict, None, None),
+    "chat_template_kwargs": (dict, None, None),
+    "role_mapping": (dict, None, None),
+    "stream_options": (dict, None, None),
+    "response_format": (dict, None, None),
+    "tools": (list, None, None),
+    "tool_choice": (str, None, None),
+    "echo": (bool, None, None),
+    "parallel_tool_calls": (bool, None, None),
+}
+_ELSEWHERE = {"messages", "prompt", "stop", "logprobs", "suffix"}
+# They ask for nothing that would change an answer here.
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+
+
+@dataclass(eq=False)
+class Request(CompletionRequest):
+    """mlx-lm's request, and what ours adds. is_gone: whether the client left. grammar: response_format, if any.
+
+    Each is one of its own, whatever it asks for.
+    """
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+    stream: bool = False
+    include_usage: bool = False
+    grammar: dict | None = None
+    is_gone: Callable[[], bool] = lambda: False
+
+
+def read_request(body: Any, is_chat: bool, defaults: Any, provider: Any) -> tuple[Request, GenerationArguments]:
+    """Check a request's body. defaults: the server's flags. Raises ApiError that names the field."""
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, value in body.items():
+        _check_field(name, value)
+    _check_names(body, provider)
+    stop = body.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
+        raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
+    options = body.get("stream_options", {})
+    if set(options) - {"include_usage", "include_obfuscation"}:
+        raise ApiError(400, "stream_options can have include_usage only", "stream_options")
+    request = Request(
+        "chat" if is_chat else "text", "" if is_chat else _prompt(body), _messages(body) if is_chat else [], _tools(body, provider),
+        body.get("role_mapping"), stream=body.get("stream", False), include_usage=bool(options.get("include_usage", False)),
+        grammar=_grammar(body, provider),
+    )  # fmt: skip
+    return request, _arguments(body, stop, defaults, provider)
+
+
+def _check_field(name: str, value: Any) -> None:
+    if name in _ELSEWHERE or name in _WITHOUT_EFFECT:
+        return
+    if name not in _FIELDS:
+        raise ApiError(400, f"this server does not know the field {name}", name, "unknown_parameter")
+    kinds, low, high = _FIELDS[name]
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ApiError(400, f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}", name)
+    if isinstance(value, float) and value != value or (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ApiError(400, f"{name} must be {bounds}, got {value}", name)
+
+
+def _check_names(body: dict, provider: Any) -> None:
+    """Only the pair that was loaded is served."""
+    for name, known in (("model", {"default_model", provider.name}), ("draft_model", {"default_model", provider.cli_args.draft_model})):
+        if name in body and body[name] not in known:
+            raise ApiError(404, f"this server serves {provider.name}, not the {name} {body[name]}", name, "model_not_found")
+    if "adapters" in body and body["adapters"] != provider.cli_args.adapter_path:
+        raise ApiError(400, "adapters cannot be changed by a request", "adapters")
+    if body.get("num_draft_tokens", 0) > provider.most_drafts:
+        raise ApiError(400, f"num_draft_tokens must be at most {provider.most_drafts}, got {body['num_draft_tokens']}", "num_draft_tokens")
+    for name, only in (("echo", False), ("parallel_tool_calls", True)):
+        if body.get(name, only) is not only:
+            raise ApiError(400, f"{name} can only be {json.dumps(only)}", name)
+    if "suffix" in body:
+        raise ApiError(400, "suffix is not supported", "suffix")
+
+
+def _prompt(body: dict) -> str:
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        raise ApiError(400, "prompt must be a string that is not empty", "prompt")
+    return prompt
+
+
+def _messages(body: dict) -> list[dict]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message", "messages")
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, f"{where} must be an object with a role", where)
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise ApiError(400, f"{where}.content can have parts of type text only", f"{where}.content")
+        elif not isinstance(content, str | None):
+            raise ApiError(400, f"{where}.content must be a string or a list of parts", f"{where}.content")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function", {}), dict) for c in calls):
+            raise ApiError(400, f"{where}.tool_calls must be a list of calls with a function", f"{where}.tool_calls")
+        for call in calls:
+            arguments = call.get("function", {}).get("arguments")
+            try:
+                json.loads(arguments) if isinstance(arguments, str) and arguments else None
+            except json.JSONDecodeError as error:
+                raise ApiError(400, f"{where}.tool_calls has arguments that are no JSON: {error}", f"{where}.tool_calls") from error
+    return messages
+
+
+def _tools(body: dict, provider: Any) -> list | None:
+    tools, choice = body.get("tools"), body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise ApiError(400, f"tool_choice can be auto or none, got {choice}", "tool_choice")
+    if not tools or choice == "none":
+        return None
+    if not all(isinstance(t, dict) and isinstance(t.get("function"), dict) and isinstance(t["function"].get("name"), str) for t in tools):
+        raise ApiError(400, "tools must be a list of objects with a function and its name", "tools")
+    if not provider.tokenizer.has_tool_calling:
+        raise ApiError(400, f"{provider.name} has no tool calling", "tools")
+    return tools
+
+
+def _grammar(body: dict, provider: Any) -> dict | None:
+    """response_format, checked by building its grammar once. None for free text."""
+    wanted = body.get("response_format", {"type": "text"})
+    if wanted.get("type") == "text":
+        return None
+    try:
+        make_processor(wanted, provider)
+    except ValueError as error:
+        raise ApiError(400, str(error), "response_format") from error
+    return wanted
+
+
+def make_processor(wanted: dict, provider: Any, after: tuple[int, ...] = ()) -> Any:
+    """The logits processor of a response_format. Raises ValueError for one that makes no sense."""
+    kind, grammars = wanted.get("type"), provider.grammars
+    if kind == "json_object":
+        return grammars.json_object(after)
+    if kind == "json_schema":
+        schema = wanted.get("json_schema")
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            raise ValueError("response_format.json_schema must be an object with the key schema, an object")
+        return grammars.json_schema(schema["schema"], after)
+    if kind in ("regex", "lark"):
+        if not isinstance(wanted.get(kind), str):
+            raise ValueError(f"response_format.{kind} must be a string")
+        return (grammars.regex if kind == "regex" else grammars.lark)(wanted[kind], after)
+    raise ValueError(f"response_format.type must be text, json_object, json_schema, regex or lark, got {kind!r}")
+
+
+def _arguments(body: dict, stop: list[str], defaults: Any, provider: Any) -> GenerationArguments:
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", min(defaults.max_tokens, defaults.max_tokens_limit)))
+    if max_tokens > defaults.max_tokens_limit:
+        raise ApiError(400, f"max_tokens must be at most {defaults.max_tokens_limit}, got {max_tokens}", "max_tokens")
+    logprobs, top = body.get("logprobs", False), body.get("top_logprobs", -1)
+    if not isinstance(logprobs, bool):
+        if not isinstance(logprobs, int) or "prompt" not in body or not 0 <= logprobs <= 20:
+            raise ApiError(400, "logprobs must be true or false, or, for a completion, a number from 0 to 20", "logprobs")
+        logprobs, top = True, logprobs
+    if top > 0 and not logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs", "top_logprobs")
+    return GenerationArguments(
+        model=ModelDescription("default_model", "default_model", None),
+        sampling=SamplingArguments(
+            temperature=body.get("temperature", defaults.temp),
+            top_p=body.get("top_p", defaults.top_p),
+            top_k=body.get("top_k", defaults.top_k),
+            min_p=body.get("min_p", defaults.min_p),
+            xtc_probability=body.get("xtc_probability", 0.0),
+            xtc_threshold=body.get("xtc_threshold", 0.1),
+        ),
+        logits=LogitsProcessorArguments(
+            logit_bias=_logit_bias(body, provider),
+            **{
+                f"{kind}_{what}": body.get(f"{kind}_{what}", default)
+                for kind in ("repetition", "presence", "frequency")
+                for what, default in (("penalty", 0.0), ("context_size", 20))
+            },
+        ),
+        stop_words=stop,
+        max_tokens=max_tokens,
+        num_draft_tokens=body.get("num_draft_tokens", defaults.num_draft_tokens),
+        logprobs=logprobs,
+        top_logprobs=top,
+        seed=body.get("seed"),
+        chat_template_kwargs=body.get("chat_template_kwargs"),
+    )
+
+
+def _logit_bias(body: dict, provider: Any) -> dict[int, float] | None:
+    if "logit_bias" not in body:
+        return None
+    try:
+        bias = {int(token): float(value) for token, value in body["logit_bias"].items()}
+    except (TypeError, ValueError):
+        raise ApiError(400, "logit_bias must map token ids to numbers", "logit_bias") from None
+    size = provider.vocab_size
+    if not all(0 <= token < size for token in bias):
+        raise ApiError(400, f"logit_bias must map token ids from 0 to {size - 1}", "logit_bias")
+    return bias
