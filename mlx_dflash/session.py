@@ -203,4 +203,4 @@ class Session:
         if self.settles:
             # What is pending could only be computed in this thread.
             self.drafter.propose(last, 0)
-            mx.eval([cache.state for cache in self.target.caches])
+            self.target.settle()

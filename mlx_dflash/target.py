@@ -103,8 +103,7 @@ class Target:
 
         progress is called with the number of tokens processed so far. No logits are computed.
         """
-        self._pass = None
-        self._settle()
+        self.settle()
         self._start = rollback.Checkpoint(self.caches, self._length, with_windows=True)
         rollback.set_stepwise(self.caches, False)
         try:
@@ -123,7 +122,7 @@ class Target:
         """Run the target over [anchor, drafts]: one pass, γ + 1 rows, uncommitted until commit. drafts: (γ,) ids."""
         block = mx.concatenate([mx.array(anchor).reshape(1).astype(mx.uint32), drafts])
         if self._waiting.size > self._block_size:
-            self._settle()
+            self.settle()
         tokens = mx.concatenate([self._waiting, block])
         parts = self._parts(tokens)
         before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
@@ -137,16 +136,13 @@ class Target:
     def commit(self, num_rows: int) -> None:
         """Keep the first num_rows rows of the verified block, forget the rest.
 
-        May be called again, with fewer rows, until the next verify; the caches then cover exactly what was kept.
+        May be called again, with fewer rows, until the next verify.
         """
         latest = self._pass
         assert 0 <= num_rows <= self._length - latest.first, f"commit of {num_rows} of {self._length - latest.first} rows"
         if latest.first + num_rows < self._length:
             self._length = latest.first + num_rows
             self._go_back(latest)
-        if latest.is_committed:
-            self._settle()
-        latest.is_committed = True
 
     def _go_back(self, latest: "_Pass") -> None:
         """Let the caches keep what self._length says of the latest pass, or wait for it to be put in front of the next."""
@@ -162,13 +158,14 @@ class Target:
             self._waiting = latest.tokens[:kept]
         self._publish()
 
-    def _settle(self) -> None:
-        """Run the model over the committed tokens that the caches do not cover yet, if there are any."""
+    def settle(self) -> None:
+        """Let the caches cover all committed tokens, also those that wait for the next verify, and evaluate them."""
         if self._waiting.size:
             before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
             self._run(self._parts(self._waiting), before)
             self._waiting = self._waiting[:0]
-            mx.eval([cache.state for cache in self.caches])
+        self._pass = None
+        mx.eval([cache.state for cache in self.caches])
 
     def can_rewind(self, length: int) -> bool:
         """Whether the caches can go back to covering the first `length` tokens only."""
@@ -247,7 +244,6 @@ class _Pass:
     tokens: mx.array
     first: int
     is_whole: bool
-    is_committed: bool = False
 
 
 def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
