@@ -7,6 +7,7 @@ import pytest
 from metal_emulator import Emulator, why_unavailable
 
 from mlx_dflash import metalcheck
+from mlx_dflash.cache import GrowingKVCache
 from mlx_dflash.kernels import Kernels, Sight, choice, trial
 from mlx_dflash.kernels.record import Record
 
@@ -26,8 +27,8 @@ def mac(tmp_path, monkeypatch):
     monkeypatch.setattr(metalcheck, "SUSTAINED_CONTEXT", 64)
     monkeypatch.setattr(metalcheck, "probe", partial(metalcheck.probe, 2**10, 32))
     monkeypatch.setattr(metalcheck, "default_path", lambda: tmp_path / "kernels.json")
-    monkeypatch.setattr(trial, "wrong_attention", partial(trial.wrong_attention, contexts=(33,)))
-    monkeypatch.setattr(trial, "race_attention", lambda *_: {"cores": 20, "ms": {"64": (0.5, 1.0)}})
+    monkeypatch.setattr(trial, "check_attention", partial(trial.check_attention, contexts=(33,)))
+    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: {"cores": 20, "ms": {"64": (0.5, 1.0)}})
     monkeypatch.setattr(trial, "race_product", lambda *_: {"ms": {"": (0.5, 1.0)}})
     return tmp_path
 
@@ -46,7 +47,31 @@ def test_right_kernels_pass_and_the_numbers_go_to_a_file(mac, capsys):
     assert [row["wrong"] for row in report["kernels"]] == [None, None] and report["failures"] == []
     assert report["kernels"][0]["speedup"] == 2 and report["sustained"]["passed"]
     printed = capsys.readouterr().out
-    assert "attention (draft)" in printed and "2.00x" in printed and "sustained: calls 3" in printed
+    assert "attention (draft)" in printed and "sustained: calls 3" in printed
+    assert "pipelining: caches moved per round (expect 0): 0\n" in printed
+    for row in report["kernels"]:
+        assert 0 < row["error"] < 1e-1 and 0 < row["stock error"] < 1e-1
+        assert f"{row['error']:.1e}/{row['stock error']:.1e}" in printed
+
+
+def held(method):
+    """A method of a cache that somebody keeps a view of, so that the next append cannot be made in place."""
+    views = []
+    return lambda *arguments: views.append(method(*arguments)) or views[-1]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_cache_moves_only_if_somebody_holds_it(is_held, monkeypatch):
+    if is_held:
+        monkeypatch.setattr(GrowingKVCache, "update_and_fetch", held(GrowingKVCache.update_and_fetch))
+    assert (metalcheck.moved_caches(Kernels("off")) > 0) == is_held
+
+
+@needs_emulator
+def test_moved_caches_are_a_sentence_for_a_bug_report(mac, monkeypatch, capsys):
+    monkeypatch.setattr(metalcheck, "moved_caches", lambda kernels: 2.5)
+    assert metalcheck.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Appending to a cache copies it on ")
 
 
 @needs_emulator
