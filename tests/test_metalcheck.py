@@ -17,7 +17,7 @@ needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(wh
 @pytest.fixture
 def mac(tmp_path, monkeypatch):
     """A machine whose GPU is the emulator: small shapes, few calls, times that are made up."""
-    shape = trial.AttentionShape(4, 2, 64, 8, mx.float32, Sight(), has_block=True)
+    shape = trial.AttentionShape(4, 2, 64, 8, mx.float16, Sight(), has_block=True)
     monkeypatch.setattr(metalcheck, "has_gpu", lambda: True)
     monkeypatch.setattr(metalcheck, "MetalRunner", partial(Emulator, checked=False))
     monkeypatch.setattr(metalcheck, "ATTENTION", {"draft": shape})
@@ -50,7 +50,7 @@ def test_right_kernels_pass_and_the_numbers_go_to_a_file(mac, capsys):
     assert "attention (draft)" in printed and "sustained: calls 3" in printed
     assert "pipelining: caches moved per round (expect 0): 0\n" in printed
     for row in report["kernels"]:
-        assert 0 < row["error"] < 1e-1 and 0 < row["stock error"] < 1e-1
+        assert 0 < row["error"] < 1 and 0 < row["stock error"] < 1
         assert f"{row['error']:.1e}/{row['stock error']:.1e}" in printed
 
 
