@@ -41,7 +41,7 @@ ATTENTION = {  # name -> shape
 PRODUCTS = {"4 bit": (16, 5120, 17408, 4), "4 bit, 8 rows": (8, 5120, 17408, 4), "8 bit": (16, 4096, 4096, 8)}
 CONTEXTS = (1024, 8192, 32768)  # rows
 SUSTAINED_CALLS, SUSTAINED_CONTEXT = 2000, 4096
-PIPELINED_TOKENS = 100
+PIPELINED_LAYERS, PIPELINED_TOKENS = 24, 40
 HEADINGS = f"{'kernel':28}    n    err ours/stock   stock ms   ours ms speedup   GB/s  TFLOP/s"
 
 
@@ -61,8 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     for row in itertools.chain(attention_rows(run), product_rows(run)):
         report["kernels"].append(row)
         print(line(row))
-    report["moved caches"] = moved_caches(Kernels("off"))
-    print(f"pipelining: caches moved per round (expect 0): {report['moved caches']:g}")
+    right = not any(row["wrong"] for row in report["kernels"])
+    choices = {"stock": Kernels("off")} | ({"kernels": Kernels("force", run=run)} if right else {})
+    report["moved caches"] = {name: moved_caches(kernels) for name, kernels in choices.items()}
+    print("pipelining: caches moved per round (expect 0): " + ", ".join(f"{n} {x:g}" for n, x in report["moved caches"].items()))
     report["sustained"] = sustained(run)
     print("sustained: " + ", ".join(f"{name} {value}" for name, value in report["sustained"].items()))
     Record(default_path()).keep(SUSTAINED, report["sustained"])
@@ -155,9 +157,9 @@ def tiny_pair(kernels: Kernels) -> tuple[nn.Module, DraftModel]:
     """A target and a draft with random weights, for looking at their caches."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=32,
                  rms_norm_eps=1e-6, max_position_embeddings=4096, rope_theta=10000.0, model_type="qwen3")
-    target = qwen3.Model(qwen3.ModelArgs(num_hidden_layers=12, tie_word_embeddings=False, **sizes))
-    nested = dict(target_layer_ids=[2, 9], mask_token_id=31, block_size=8)
-    config = DraftConfig.from_dict(dict(num_hidden_layers=2, num_target_layers=12, dflash_config=nested, **sizes))
+    target = qwen3.Model(qwen3.ModelArgs(num_hidden_layers=PIPELINED_LAYERS, tie_word_embeddings=False, **sizes))
+    nested = dict(target_layer_ids=[0, PIPELINED_LAYERS - 2], mask_token_id=31, block_size=8)
+    config = DraftConfig.from_dict(dict(num_hidden_layers=2, num_target_layers=PIPELINED_LAYERS, dflash_config=nested, **sizes))
     draft = DraftModel(config, kernels=kernels)
     mx.eval(target.parameters(), draft.parameters())
     return target, draft
@@ -172,7 +174,7 @@ def moved_caches(kernels: Kernels) -> float:
     target, draft = tiny_pair(kernels)
     session = open_session(target, draft, mx.array([1] * 9), PIPELINED_TOKENS)
     rounds, moved, seen = session.rounds(mx.array([1] * 9)), 0, 0
-    for span in itertools.cycle((1, 3, 5)):
+    for span in itertools.count(1, 2):
         before = places([*session.target.caches, *session.drafter.caches])
         passed = len(list(itertools.islice(rounds, span)))
         after = places([*session.target.caches, *session.drafter.caches])
@@ -206,8 +208,8 @@ def failures(report: dict) -> list[str]:
     """One sentence for each thing that is wrong, with everything a bug report needs."""
     on = "on {device} ({architecture}), macOS {macOS}, mlx {mlx}".format(**report["machine"])
     found = [f"The kernel for {row['shape']} is wrong {on}: {row['wrong']}." for row in report["kernels"] if row["wrong"]]
-    if report["moved caches"]:
-        found.append(f"Appending to a cache copies it {on}: {report['moved caches']:g} buffers moved per round, expected 0.")
+    found += [f"Appending to a cache copies it {on}: {moved:g} buffers moved per round ({name}), expected 0."
+              for name, moved in report["moved caches"].items() if moved]
     if not report["sustained"]["passed"]:
         found.append(f"Sustained use stalled {on}: one of {report['sustained']['calls']} calls took "
                      f"{report['sustained']['max ms']:.0f} ms, the median is {report['sustained']['median ms']:.2f} ms.")

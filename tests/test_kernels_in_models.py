@@ -101,12 +101,12 @@ def test_all_shapes_of_a_pair_are_decided_before_its_first_round(tmp_path, winni
     emulator = Emulator(checked=False)
     kernels = Kernels("auto", Record(tmp_path / "kernels.json"), run=emulator)
     target, draft = pair(tmp_path, kernels)
-    session = open_session(target, draft, mx.array(PROMPT), 12)
+    session = open_session(target, draft, mx.array(PROMPT), 9)
     decided, tried, compiled = dict(kernels.verdicts), list(winning), {program(r.call) for r in emulator.reports}
     rows = {shape.rows for shape in decided if isinstance(shape, trial.AttentionShape)}
     assert rows == {2, 4, 8} and {shape[0][0] for shape in decided if isinstance(shape, tuple)} == {5, 7}
     assert kernels.is_active and len(set(tried)) == len(tried) == len(decided)
-    assert tokens(session) == plain_tokens(target, PROMPT, 12)
+    assert tokens(session) == plain_tokens(target, PROMPT, 9)
     assert kernels.verdicts == decided and winning == tried
     assert {program(r.call) for r in emulator.reports} == compiled
 
