@@ -14,8 +14,8 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.server import GenerationArguments, GenerationContext, Response, ResponseGenerator
 
-from .. import rollback
 from ..api import stream_generate
+from ..prompt_cache import covers, take_back
 from ..stats import Stats
 from .errors import ApiError, ClientGone
 from .metrics import Metrics
@@ -161,11 +161,10 @@ class Generator(ResponseGenerator):
         self._log_cache_stats()
         cache, rest = self.prompt_cache.fetch_nearest_cache(self.model_provider.model_key, prompt)
         num_cached = len(prompt) - len(rest)
-        if cache is not None and num_cached == len(prompt) and rollback.can_drop_rows(cache, 1):
-            rollback.drop_rows(cache, 1)
+        if cache is not None and num_cached == len(prompt) and take_back(cache, 1):
             num_cached -= 1
         # A window gives back only so many rows; what then differs from the rest is of no use.
-        if cache is None or num_cached == len(prompt) or set(rollback.lengths(cache)) != {num_cached}:
+        if cache is None or num_cached == len(prompt) or not covers(cache, num_cached):
             return self.model_provider.make_cache(), 0
         return cache, num_cached
 
