@@ -24,6 +24,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 from .api import stream_generate
+from .chart import plot
 from .cli import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 from .loading import load, load_draft
@@ -76,6 +77,11 @@ def main(argv: list[str] | None = None) -> None:
     if not args.json:
         print(table(report))
     print(json.dumps(report))
+    if args.plot:
+        try:
+            plot(report, args.plot, PLAIN)
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -95,6 +101,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--constructed", type=float, metavar="RATE", help="a built pair whose drafts are right with this probability")
     add("--shape", choices=SHAPES, default="small", help="size of the constructed pair (default %(default)s)")
     add("--json", action="store_true", help="print the JSON line only")
+    add("--plot", metavar="FILE", help="draw the numbers, too; the ending says the format, as out.png")
     args = parser.parse_args(argv)
     for name in ("max_tokens", "num_prompts", "repeat"):
         least = 2 if name == "max_tokens" else 1
@@ -262,6 +269,7 @@ def _numbers(pairs: list[tuple[Run, Run]]) -> dict:
     if rounds:
         num_rounds, num_accepted = sum(s.num_rounds for s in rounds), sum(s.num_accepted for s in rounds)
         told["acceptance_length"] = round(1 + num_accepted / num_rounds, 3)
+        told["histogram"] = [sum(sum(s.accepted[n : n + 1]) for s in rounds) for n in range(max(len(s.accepted) for s in rounds))]
         told["acceptance_rate"] = round(num_accepted / max(1, sum(s.num_drafted for s in rounds)), 3)
         for part in ("draft", "verify", "host"):
             told[f"{part}_ms_per_round"] = round(1e3 * sum(getattr(s, f"{part}_seconds") for s in rounds) / num_rounds, 2)

@@ -14,7 +14,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from . import checkpoint
+from .dice import Dice
 from .draft.config import DraftConfig
+from .draft.drafter import Drafter
 from .draft.gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
 from .draft.layouts import zlab_layout
 from .draft.model import DraftModel
@@ -24,7 +26,9 @@ from .hub import download_draft, draft_folder, local_path
 from .kernels import Kernels
 from .kernels.record import Record, default_path
 from .structure import Structure, check_layer_ids
-from .target import probe
+from .target import Target, probe
+
+_REHEARSED_TOKENS = 8
 
 
 def load(
@@ -158,9 +162,27 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
         raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
     if "d2t" in draft and "lm_head" not in draft:
         draft.borrow_head(_head_rows(structure, draft.token_ids))
+    if draft.kernels.can_run:
+        _rehearse(model, draft, structure)
     draft._checked_target = weakref.ref(model)
     draft.round_seconds.clear()
     return structure
+
+
+def _rehearse(model: nn.Module, draft: DraftModel, structure: Structure) -> None:
+    """Compute rounds of a made-up text, so that all kernels are chosen and compiled before the first real round."""
+    drafter = Drafter(draft, structure.embed, structure.unembed, Dice())
+    block_size = drafter.num_drafts + 1
+    target = Target(model, draft.config.target_layer_ids, block_size=block_size, kernels=draft.kernels)
+    target.prefill(mx.zeros((_REHEARSED_TOKENS,), mx.uint32), drafter.extend_context)
+
+    def play(rows: int) -> None:
+        scores = target.verify(0, mx.zeros((rows - 1,), mx.uint32))
+        mx.eval(drafter.draft_logits(0, rows - 1), scores.logits)
+        target.commit(0)
+
+    draft.kernels.prepare(play, block_size)
+    mx.clear_cache()
 
 
 def _fit_to_device(model: nn.Module) -> nn.Module:

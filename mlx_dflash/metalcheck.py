@@ -4,16 +4,25 @@ Prints one line per kernel and shape, a sentence for each failure that can be pa
 --json, a file with all numbers. A chip on which kernels wait for the sustained check is released by passing it.
 """
 import argparse
+import itertools
 import json
+import math
 import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import qwen3
 
-from .kernels import trial
+from .api import open_session
+from .draft.config import DraftConfig
+from .draft.model import DraftModel
+from .kernels import Kernels, trial
 from .kernels.attention import Sight, attend_metal
 from .kernels.call import MetalRunner, Runner
 from .kernels.choice import STALL_FACTOR, STALL_SECONDS, SUSTAINED, has_gpu
@@ -32,6 +41,8 @@ ATTENTION = {  # name -> shape
 PRODUCTS = {"4 bit": (16, 5120, 17408, 4), "4 bit, 8 rows": (8, 5120, 17408, 4), "8 bit": (16, 4096, 4096, 8)}
 CONTEXTS = (1024, 8192, 32768)  # rows
 SUSTAINED_CALLS, SUSTAINED_CONTEXT = 2000, 4096
+PIPELINED_LAYERS, PIPELINED_TOKENS = 24, 40
+HEADINGS = f"{'kernel':28}    n    err ours/stock   stock ms   ours ms speedup   GB/s  TFLOP/s"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,9 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     report = {"machine": machine(), "probe": probe(), "kernels": [], "failures": []}
     print(*(f"{name}: {value}" for part in ("machine", "probe") for name, value in report[part].items()), sep="\n")
     run = MetalRunner()
-    for row in [*attention_rows(run), *product_rows(run)]:
+    print(HEADINGS)
+    for row in itertools.chain(attention_rows(run), product_rows(run)):
         report["kernels"].append(row)
         print(line(row))
+    right = not any(row["wrong"] for row in report["kernels"])
+    choices = {"stock": Kernels("off")} | ({"kernels": Kernels("force", run=run)} if right else {})
+    report["moved caches"] = {name: moved_caches(kernels) for name, kernels in choices.items()}
+    print("pipelining: caches moved per round (expect 0): " + ", ".join(f"{n} {x:g}" for n, x in report["moved caches"].items()))
     report["sustained"] = sustained(run)
     print("sustained: " + ", ".join(f"{name} {value}" for name, value in report["sustained"].items()))
     Record(default_path()).keep(SUSTAINED, report["sustained"])
@@ -81,15 +97,18 @@ def probe(elements: int = 2**28, size: int = 4096) -> dict:
 def attention_rows(run: Runner):
     """One row per shape and context: is it right, and how long does it take. A wrong kernel is not timed."""
     for name, shape in ATTENTION.items():
-        verdict = trial_or_error(lambda: trial.wrong_attention(shape, run))
-        race = trial.race_attention(shape, run, CONTEXTS) if verdict is None else {"ms": {"": None}}
-        for context, times in race["ms"].items():
-            row = {"kernel": f"attention ({name})", "shape": str(shape), "context": context, "wrong": verdict}
-            if times:
-                flops = 4 * shape.heads * shape.rows * int(context) * shape.head_size
-                read = 2 * shape.kv_heads * int(context) * shape.head_size * shape.dtype.size
-                row |= timed(times, read, flops) | {"cores": race["cores"]}
-            yield row
+        start = {"kernel": f"attention ({name})", "shape": str(shape)}
+        found = tried(lambda: trial.check_attention(shape, run))
+        if found.wrong:
+            yield start | {"context": "", "wrong": found.wrong}
+            continue
+        race = trial.race_attention(shape, run, CONTEXTS)
+        for context in CONTEXTS:
+            flops = 4 * shape.heads * shape.rows * context * shape.head_size
+            read = 2 * shape.kv_heads * context * shape.head_size * shape.dtype.size
+            found = tried(lambda: trial.check_attention(shape, run, contexts=(context,)))
+            yield start | {"context": context, **accuracy(found), "cores": race["cores"],
+                           **timed(race["ms"][str(context)], read, flops)}
 
 
 def product_rows(run: Runner):
@@ -97,20 +116,25 @@ def product_rows(run: Runner):
     for name, (rows, inputs, outputs, bits) in PRODUCTS.items():
         weight = mx.random.normal((outputs, inputs), key=mx.random.key(0)).astype(mx.bfloat16)
         w = Quantized(*mx.quantize(weight, group_size=64, bits=bits), 64, bits)
-        verdict = trial_or_error(lambda: trial.wrong_product((rows, inputs), w, run))
-        row = {"kernel": f"product ({name})", "shape": f"{rows}x{inputs}x{outputs}", "context": "", "wrong": verdict}
-        if verdict is None:
+        found = tried(lambda: trial.check_product((rows, inputs), w, run))
+        row = {"kernel": f"product ({name})", "shape": f"{rows}x{inputs}x{outputs}", "context": "", **accuracy(found)}
+        if found.wrong is None:
             read = w.weight.nbytes + w.scales.nbytes + w.biases.nbytes
             row |= timed(trial.race_product((rows, inputs), w, run)["ms"][""], read, 2 * rows * inputs * outputs)
         yield row
 
 
-def trial_or_error(wrong) -> str | None:
-    """What is wrong, or the first line of what Metal says when it refuses the kernel."""
+def tried(check: Callable[[], trial.Accuracy]) -> trial.Accuracy:
+    """How right a kernel is; one that Metal refuses is wrong, and the first line of what Metal says is why."""
     try:
-        return wrong()
+        return check()
     except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return trial.Accuracy(math.inf, math.inf, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def accuracy(found: trial.Accuracy) -> dict:
+    """The columns of a row that say how right the kernel is."""
+    return {"error": found.error, "stock error": found.stock_error, "wrong": found.wrong}
 
 
 def timed(times: tuple[float, float], read_bytes: int, flops: int) -> dict:
@@ -121,12 +145,49 @@ def timed(times: tuple[float, float], read_bytes: int, flops: int) -> dict:
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """A row of the table under HEADINGS."""
     start = f"{row['kernel']:28} {row['context']:>6} "
     if row["wrong"]:
         return start + "WRONG: " + row["wrong"]
-    return start + (f"stock {row['stock ms']:8.3f} ms  ours {row['ms']:8.3f} ms  {row['speedup']:5.2f}x "
-                    f"{row['GB/s']:6.0f} GB/s {row['TFLOP/s']:6.2f} TFLOP/s")
+    return start + (f"{row['error']:8.1e}/{row['stock error']:7.1e} {row['stock ms']:9.3f} {row['ms']:9.3f} {row['speedup']:7.2f} "
+                    f"{row['GB/s']:6.0f} {row['TFLOP/s']:8.2f}")
+
+
+def tiny_pair(kernels: Kernels) -> tuple[nn.Module, DraftModel]:
+    """A target and a draft with random weights, for looking at their caches."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=32,
+                 rms_norm_eps=1e-6, max_position_embeddings=4096, rope_theta=10000.0, model_type="qwen3")
+    target = qwen3.Model(qwen3.ModelArgs(num_hidden_layers=PIPELINED_LAYERS, tie_word_embeddings=False, **sizes))
+    nested = dict(target_layer_ids=[0, PIPELINED_LAYERS - 2], mask_token_id=31, block_size=8)
+    config = DraftConfig.from_dict(dict(num_hidden_layers=2, num_target_layers=PIPELINED_LAYERS, dflash_config=nested, **sizes))
+    draft = DraftModel(config, kernels=kernels)
+    mx.eval(target.parameters(), draft.parameters())
+    return target, draft
+
+
+def moved_caches(kernels: Kernels) -> float:
+    """How many of the buffers of all caches change their place in memory per round, where none has to grow.
+
+    Looking waits for the device, so some rounds are left alone between two looks: in odd numbers, for a buffer that moves
+    in each round may come back to the place it had two rounds ago.
+    """
+    target, draft = tiny_pair(kernels)
+    session = open_session(target, draft, mx.array([1] * 9), PIPELINED_TOKENS)
+    rounds, moved, seen = session.rounds(mx.array([1] * 9)), 0, 0
+    for span in itertools.count(1, 2):
+        before = places([*session.target.caches, *session.drafter.caches])
+        passed = len(list(itertools.islice(rounds, span)))
+        after = places([*session.target.caches, *session.drafter.caches])
+        moved += sum(a != b and before.keys() == after.keys() for a, b in zip(before.values(), after.values()))
+        seen += passed
+        if passed < span:
+            return moved / seen
+
+
+def places(caches: list) -> dict[tuple, int]:
+    """Address of the keys and of the values of every cache, by their number and shape."""
+    buffers = [array for cache in caches for array in (cache.keys, cache.values) if array is not None]
+    return {(i, *array.shape): np.asarray(array).ctypes.data for i, array in enumerate(buffers)}
 
 
 def sustained(run: Runner) -> dict:
@@ -147,6 +208,8 @@ def failures(report: dict) -> list[str]:
     """One sentence for each thing that is wrong, with everything a bug report needs."""
     on = "on {device} ({architecture}), macOS {macOS}, mlx {mlx}".format(**report["machine"])
     found = [f"The kernel for {row['shape']} is wrong {on}: {row['wrong']}." for row in report["kernels"] if row["wrong"]]
+    found += [f"Appending to a cache copies it {on}: {moved:g} buffers moved per round ({name}), expected 0."
+              for name, moved in report["moved caches"].items() if moved]
     if not report["sustained"]["passed"]:
         found.append(f"Sustained use stalled {on}: one of {report['sustained']['calls']} calls took "
                      f"{report['sustained']['max ms']:.0f} ms, the median is {report['sustained']['median ms']:.2f} ms.")

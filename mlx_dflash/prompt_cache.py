@@ -56,6 +56,26 @@ def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) 
     return contexts
 
 
+def covers(prompt_cache: list[Any], length: int) -> bool:
+    """Whether every entry that counts its tokens, and holds any, counts `length`."""
+    counts = {getattr(c, "offset", None) for c in _leaves(prompt_cache)}
+    return all(count in (0, length) for count in counts if isinstance(count, int))
+
+
+def take_back(prompt_cache: list[Any], rows: int) -> bool:
+    """Take the last rows back from every entry; return False, with nothing done, if one of them cannot give them."""
+    has_ours = any(hasattr(c, "max_trim") for c in _leaves(prompt_cache))
+    if not (mlx_lm_cache.can_trim_prompt_cache(prompt_cache) or (has_ours and rollback.can_drop_rows(prompt_cache, rows))):
+        return False
+    for cache in prompt_cache:
+        cache.trim(rows)
+    return True
+
+
+def _leaves(prompt_cache: list[Any]) -> list[Any]:
+    return [leaf for c in prompt_cache for leaf in (_leaves(c.caches) if isinstance(c, mlx_lm_cache.CacheList) else [c])]
+
+
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
     """Save a prompt cache, with or without draft entries, to a .safetensors file. metadata: text by name."""
     mlx_lm_cache.save_prompt_cache(file_name, [_stock(c) for c in cache], metadata)

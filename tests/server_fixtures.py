@@ -14,8 +14,8 @@ from mlx_dflash.server.__main__ import make_parser, make_server
 
 @contextmanager
 def our_server(pair, *flags):
-    """Yields (client, generator)."""
-    args = make_parser().parse_args(["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", *flags])
+    """Yields (client, generator). The block is the draft's own: measured ones would differ from run to run."""
+    args = make_parser().parse_args(["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", "--block-size", "6", *flags])
     httpd, generator = make_server(args)
     with _served(httpd, generator):
         yield OpenAI(base_url=f"http://127.0.0.1:{httpd.server_port}/v1", api_key=args.api_key or "none", max_retries=0, timeout=60), generator

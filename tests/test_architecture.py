@@ -19,6 +19,7 @@ LEVELS = {
     "api": 8,
     "structured": 8,
     "picture": 8,
+    "chart": 8,
     "session": 7,
     "loading": 7,
     "pairs": 6,

@@ -67,6 +67,7 @@ def test_a_session_at_the_terminal(pair, tmp_path):
     person.type("/undo")
     person.see("Taken back: and you?")
     person.type("/set temp 0.7")
+    person.type("/set top_k 1")
     person.type("/set temp hot")
     person.see("error: temp must be a number, got 'hot'")
     person.type("/retry")

@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from metal_emulator import Emulator, why_unavailable
 
@@ -32,8 +33,8 @@ def draft_call(cache, head_size=64, context=40, rows=8, dtype=mx.float32):
 
 def quick(monkeypatch, gain=2.0):
     """Self-checks at one small context, and a race with a known winner."""
-    monkeypatch.setattr(trial, "wrong_attention", partial(trial.wrong_attention, contexts=(33,)))
-    monkeypatch.setattr(trial, "race_attention", lambda *_: {"cores": 20, "ms": {"1024": (1.0, gain)}})
+    monkeypatch.setattr(trial, "check_attention", partial(trial.check_attention, contexts=(33,)))
+    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: {"cores": 20, "ms": {"1024": (1.0, gain)}})
 
 
 def spoiled(change):
@@ -134,6 +135,39 @@ def test_launch_that_metal_refuses_goes_to_the_twin_and_is_not_remembered(tmp_pa
     assert not (tmp_path / "kernels.json").exists()
 
 
+def refusing(run, most_threads):
+    """A chip that runs the first pass with so many threads in a threadgroup."""
+
+    def refuse(call):
+        if call.name == "dflash_attention" and np.prod(call.threadgroup) > most_threads:
+            raise ValueError(f"Thread group size ({np.prod(call.threadgroup)}) is greater than {most_threads}")
+        return run(call)
+
+    return refuse
+
+
+@needs_emulator
+@pytest.mark.parametrize("head_size, rows", [(64, 16), (64, 2), (256, 16)])
+def test_threadgroup_that_is_too_large_is_tried_at_half_its_size(head_size, rows, tmp_path, monkeypatch):
+    quick(monkeypatch)
+    record = Record(tmp_path / "kernels.json")
+    q, block, cache = draft_call(GrowingKVCache(), head_size=head_size, rows=rows, context=520)
+    for _ in range(2):  # the second time from the record
+        kernels = Kernels("auto", record, run=refusing(Emulator(checked=False), 128))
+        kernels.prepare(lambda _: kernels.attend_block(q, block, cache, Sight(), SCALE), 2)
+        out = kernels.attend_block(q, block, cache, Sight(), SCALE)
+        assert kernels.is_active and mx.abs(out - Kernels("off").attend_block(q, block, cache, Sight(), SCALE)).max() < 1e-5
+
+
+def test_threadgroup_that_is_too_large_at_half_its_size_gives_way_to_the_twin(monkeypatch):
+    sizes = []
+    kernels = Kernels("auto", run=refusing(lambda call: never(call), 0))
+    kernels._run = lambda call, run=kernels._run: (sizes.append(call.threadgroup[0]), run(call))
+    with pytest.warns(UserWarning, match="Thread group size .128. is greater"):
+        kernels.attend_block(*draft_call(GrowingKVCache(), rows=20), Sight(), SCALE)
+    assert sizes == [256, 128] and not kernels.is_active
+
+
 @needs_emulator
 def test_slower_kernel_goes_to_the_twin_without_a_warning(monkeypatch, recwarn):
     quick(monkeypatch, gain=1.02)
@@ -156,7 +190,7 @@ def test_self_check_does_not_move_the_random_numbers_of_the_caller():
     expected = mx.random.uniform(shape=(4,))
     mx.random.seed(5)
     shape = trial.AttentionShape(4, 2, 64, 5, mx.float32, Sight(), has_block=True)
-    assert trial.wrong_attention(shape, Emulator(checked=False), contexts=(33,)) is None
+    assert trial.check_attention(shape, Emulator(checked=False), contexts=(33,)).wrong is None
     assert mx.array_equal(mx.random.uniform(shape=(4,)), expected)
 
 

@@ -1,4 +1,6 @@
 """Whole passes and whole generations with every kernel run by the emulator: the tokens are those of the twins."""
+import json
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,7 +12,8 @@ import mlx_dflash
 from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.drafter import Drafter
-from mlx_dflash.kernels import Kernels
+from mlx_dflash.kernels import Kernels, Keys, Sight, choice, trial
+from mlx_dflash.kernels.record import Record
 from mlx_dflash.target import Target, by_kernels, quantized_linears
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -50,12 +53,94 @@ def test_draft_logits_are_those_of_the_twin(tmp_path, num_context):
     assert np.abs(logits[0] - logits[1]).max() < 1e-4
 
 
-def test_generation_by_kernels_gives_the_tokens_of_the_target_alone(tmp_path):
+@pytest.mark.parametrize("mode", ["force", "check"])
+def test_generation_by_kernels_gives_the_tokens_of_the_target_alone(tmp_path, mode):
     emulator = Emulator(order=7)
-    target, draft = pair(tmp_path, Kernels("force", run=emulator))
+    target, draft = pair(tmp_path, Kernels(mode, run=emulator))
     assert tokens(open_session(target, draft, mx.array(PROMPT), 6)) == plain_tokens(target, PROMPT, 6)
     launched = {report.call.name for report in emulator.reports}
     assert launched == {"dflash_attention", "dflash_attention_merge", "dflash_matmul"}
+
+
+@pytest.mark.parametrize("kernel, name", [("dflash_attention_merge", "attention"), ("dflash_matmul", "product")])
+def test_check_mode_stops_a_pair_before_its_first_token_where_force_does_not(tmp_path, kernel, name):
+    emulator = Emulator(checked=False)
+
+    def spoiled(call):
+        outputs = emulator(call)
+        return [1.01 * x for x in outputs] if call.name == kernel else outputs
+
+    target, draft = pair(tmp_path, Kernels("check", run=spoiled))
+    with pytest.raises(RuntimeError, match=f"the {name} kernel and its twin differ"):
+        open_session(target, draft, mx.array(PROMPT), 6)
+    target, draft = pair(tmp_path, Kernels("force", run=spoiled))
+    assert len(tokens(open_session(target, draft, mx.array(PROMPT), 2))) == 2
+
+
+@pytest.fixture
+def winning(monkeypatch):
+    """Short self-checks, races that the kernel wins; lists the shapes that are tried."""
+    tried, check = [], trial.check_attention
+
+    def short(shape, run, simdgroups):
+        tried.append(shape)
+        return check(shape, run, (33,), simdgroups)
+
+    monkeypatch.setattr(trial, "check_attention", short)
+    def passing(x_shape, w, run):
+        tried.append((x_shape, w.weight.shape))
+        return trial.Accuracy(0.0, 0.0, None)
+
+    monkeypatch.setattr(trial, "check_product", passing)
+    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: {"cores": 20, "ms": {"": (1.0, 2.0)}})
+    monkeypatch.setattr(trial, "race_product", lambda *_: {"ms": {"": (1.0, 2.0)}})
+    return tried
+
+
+def test_all_shapes_of_a_pair_are_decided_before_its_first_round(tmp_path, winning):
+    emulator = Emulator(checked=False)
+    kernels = Kernels("auto", Record(tmp_path / "kernels.json"), run=emulator)
+    target, draft = pair(tmp_path, kernels)
+    session = open_session(target, draft, mx.array(PROMPT), 9)
+    decided, tried, compiled = dict(kernels.verdicts), list(winning), {program(r.call) for r in emulator.reports}
+    rows = {shape.rows for shape in decided if isinstance(shape, trial.AttentionShape)}
+    assert rows == {2, 4, 8} and {shape[0][0] for shape in decided if isinstance(shape, tuple)} == {5, 7}
+    assert kernels.is_active and len(set(tried)) == len(tried) == len(decided)
+    assert tokens(session) == plain_tokens(target, PROMPT, 9)
+    assert kernels.verdicts == decided and winning == tried
+    assert {program(r.call) for r in emulator.reports} == compiled
+
+    again = Kernels("auto", kernels.record, run=emulator)  # another run on this machine
+    open_session(target, pair(tmp_path, again)[1], mx.array(PROMPT))
+    assert again.verdicts == {shape: rounded(verdict) for shape, verdict in decided.items()} and winning == tried
+
+
+def program(call):
+    """What a launch is compiled from."""
+    return call.name, str(call.template), *(str(x.dtype) for x in call.inputs.values())
+
+
+def rounded(verdict):
+    """A verdict as it comes back from a file."""
+    return json.loads(json.dumps(verdict))
+
+
+def test_shape_that_did_not_come_up_in_the_rehearsal_runs_by_its_twin(tmp_path, winning):
+    kernels = Kernels("auto", run=Emulator(checked=False))
+    open_session(*pair(tmp_path, kernels), mx.array(PROMPT))
+    decided = dict(kernels.verdicts)
+    q, block = mx.ones((1, 4, 20, 128)), mx.ones((1, 2, 700, 128))
+    kernels._run = None  # nothing can be launched
+    kernels.attend(q, Keys(block, block, 680), Sight(), 0.1)
+    assert kernels.verdicts == decided
+
+
+def test_without_a_gpu_nothing_is_rehearsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    monkeypatch.setattr(Target, "verify", None)
+    kernels = Kernels("auto")
+    open_session(*pair(tmp_path, kernels), mx.array(PROMPT))
+    assert not kernels.verdicts
 
 
 def test_draft_attention_reads_the_buffers_of_its_caches(tmp_path):
@@ -63,13 +148,15 @@ def test_draft_attention_reads_the_buffers_of_its_caches(tmp_path):
 
     def run(call):
         if call.template.get("BLOCK"):
-            launches.append(any(call.inputs["keys"] is cache.keys for cache in session.drafter.caches))
+            launches.append(call.inputs["keys"])
         return emulator(call)
 
     target, draft = pair(tmp_path, Kernels("force", run=run), quantized=False)
     session = open_session(target, draft, mx.array(PROMPT), 8)
-    tokens(session)
-    assert launches and all(launches)
+    launches.clear()
+    for emission in session.emit(mx.array(PROMPT)):
+        assert all(any(keys is cache.keys for cache in session.drafter.caches) for keys in launches[-2:])
+    assert launches
 
 
 def test_scope_leaves_the_model_and_mlx_as_they_were(tmp_path):

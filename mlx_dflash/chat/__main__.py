@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..cli import add_model_flags, load_pair, user_errors
+from ..cli import add_model_flags, block_options, load_pair, user_errors
 from .settings import Settings
 
 
@@ -39,10 +39,9 @@ def _run(args: argparse.Namespace) -> None:
     file_name = args.prompt_cache_file
     if file_name and not file_name.endswith(".safetensors"):
         raise ValueError(f"--prompt-cache-file must end in .safetensors, got {file_name}")
-    if args.num_draft_tokens is not None and args.block_size is not None:
-        raise ValueError("give --block-size or --num-draft-tokens, not both")
+    block = block_options(args)
     settings = Settings(**{name: getattr(args, name) for name in vars(Settings()) if name != "thinking"})
-    terminal = Terminal(_conversation(args, settings), {"model": args.model or "demo", "draft": args.draft_model or "demo"}, not args.no_markdown)
+    terminal = Terminal(_conversation(args, settings, block), {"model": args.model or "demo", "draft": args.draft_model or "demo"}, not args.no_markdown)
     if file_name and Path(file_name).exists():
         terminal.load(file_name)
     model = args.model or "the demo pair"
@@ -53,7 +52,7 @@ def _run(args: argparse.Namespace) -> None:
         print(f"saved to {file_name}", file=sys.stderr)
 
 
-def _conversation(args: argparse.Namespace, settings: Settings):
+def _conversation(args: argparse.Namespace, settings: Settings, block: dict):
     import mlx.core as mx
 
     from .conversation import Conversation
@@ -63,9 +62,7 @@ def _conversation(args: argparse.Namespace, settings: Settings):
         mx.random.seed(args.seed)
     conversation = Conversation(model, tokenizer, draft, system=args.system_prompt, settings=settings)
     conversation.template_options = args.chat_template_config
-    conversation.options = {"prefill_step_size": args.prefill_step_size}
-    if draft is not None:
-        conversation.options |= {"block_size": args.block_size, "num_draft_tokens": args.num_draft_tokens}
+    conversation.options = {"prefill_step_size": args.prefill_step_size, **block}
     return conversation
 
 

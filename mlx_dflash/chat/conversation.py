@@ -6,6 +6,7 @@ made anew. Knows templates, tokens and caches; knows nothing of terminals.
 """
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from .. import rollback
 from ..api import GenerationResponse, stream_generate
-from ..prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from ..prompt_cache import covers, load_prompt_cache, make_prompt_cache, save_prompt_cache, take_back
 from .settings import Settings
 
 CONVERSATION_KEY = "conversation"
@@ -180,7 +179,7 @@ class Conversation:
 
     def _after_no_answer(self, num_cached: int) -> None:
         """The caches cover what they did before the reading, or, where they cannot go back to it, are made anew."""
-        if self.draft is None or set(rollback.lengths(self._caches)) != {num_cached}:
+        if self.draft is None or not covers(self._caches, num_cached):
             self._forget()
             return
         pieces, left = [], num_cached
@@ -234,7 +233,7 @@ class Conversation:
         num_same = next((i for i, (a, b) in enumerate(zip(covered, tokens)) if a != b), min(len(covered), len(tokens)))
         keep = min(num_same, len(tokens) - 1)
         notices = []
-        if len(covered) > keep and not self._go_back(len(covered) - keep):
+        if len(covered) > keep and not take_back(self._caches, len(covered) - keep):
             if keep:
                 notices.append(f"the caches cannot go back by {len(covered) - keep} tokens: reading the conversation again")
             self._forget()
@@ -262,15 +261,6 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _go_back(self, rows: int) -> bool:
-        """Take the last rows back from every cache; False, and nothing done, if one of them cannot."""
-        if self.draft is None:
-            return can_trim_prompt_cache(self._caches) and trim_prompt_cache(self._caches, rows) == rows
-        if not rollback.can_drop_rows(self._caches, rows):
-            return False
-        rollback.drop_rows(self._caches, rows)
-        return True
 
     # Files.
 
@@ -321,7 +311,7 @@ class Conversation:
 
 
 def plain_seconds_per_token(model: Any, steps: int = 4) -> float:
-    """Measure one token of plain decoding at a short context, without a chat's overhead: the best of a few steps."""
+    """Measure one token of plain decoding at a short context, without a chat's overhead: the median of a few steps."""
     from mlx_lm.models.cache import make_prompt_cache as make_plain_cache
 
     caches = make_plain_cache(model)
@@ -331,4 +321,4 @@ def plain_seconds_per_token(model: Any, steps: int = 4) -> float:
         started = time.perf_counter()
         mx.eval(model(mx.array([[0]]), cache=caches))
         times.append(time.perf_counter() - started)
-    return min(times)
+    return statistics.median(times)

@@ -64,6 +64,9 @@ class Terminal:
             self.say(notice)
         if conversation.turn.response is not None:
             self.say(self._status())
+        limit = _context_limit(conversation.model)
+        if limit is not None and len(conversation.covered) > limit:
+            self.say(f"The conversation is longer than the model's context of {limit} tokens; /reset begins anew.")
 
     def load(self, file_name: str) -> None:
         has_caches = self.conversation.load(file_name, self.metadata)

@@ -70,17 +70,23 @@ class Geometry:
         return staged + exchanged
 
 
-def plan(q: mx.array, keys: Keys, sight: Sight, cores: int) -> Geometry:
-    """Cut a call up: one wave of two threadgroups per core, no split empty, at most 8 simdgroups in each."""
+def row_step(rows: int) -> int:
+    """The number of rows, a power of two, that launches of `rows` rows are compiled for and decided on."""
+    return 1 << (rows - 1).bit_length()
+
+
+def plan(q: mx.array, keys: Keys, sight: Sight, cores: int, simdgroups: int = SIMDGROUPS) -> Geometry:
+    """Cut a call up: one wave of two threadgroups per core, no split empty, at most so many simdgroups in each."""
     batch, heads, rows, head_size = q.shape
     kv_heads = keys.keys.shape[1]
-    tiles = -(-(heads // kv_heads * rows) // 8)
+    tiles = lambda rows: -(-(heads // kv_heads * rows) // 8)
     d_slices = 2 if head_size == 256 else 1
-    row_groups = -(-tiles // (SIMDGROUPS // d_slices))
-    row_tiles = -(-tiles // row_groups)
+    compiled = tiles(row_step(rows))
+    row_tiles = -(-compiled // -(-compiled // (simdgroups // d_slices)))
+    row_groups = -(-tiles(rows) // row_tiles)
     keys_per_tile = 8192 // (head_size * q.itemsize)
     key_slices = 1
-    while 2 * row_tiles * d_slices * key_slices <= SIMDGROUPS and 16 * key_slices <= keys_per_tile:
+    while 2 * row_tiles * d_slices * key_slices <= simdgroups and 16 * key_slices <= keys_per_tile:
         key_slices *= 2
     num_keys = rows + (min(keys.length, sight.window - 1) if sight.window else keys.length)
     wanted = min(2 * cores // (batch * kv_heads * row_groups), num_keys // KEYS_PER_SPLIT)
@@ -96,9 +102,9 @@ def supports(q: mx.array, keys: Keys) -> bool:
 
 
 def attend_metal(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None, *,
-                 run: Runner, cores: int = 20) -> mx.array:
-    """The kernel. Shapes, result and meaning are those of attend_ops; run executes the launches."""
-    first = partial_call(q, keys, sight, scale, plan(q, keys, sight, cores))
+                 run: Runner, cores: int = 20, simdgroups: int = SIMDGROUPS) -> mx.array:
+    """The kernel. Shapes, result and meaning are those of attend_ops; run executes the launches, cut up as in plan."""
+    first = partial_call(q, keys, sight, scale, plan(q, keys, sight, cores, simdgroups))
     return run(merge_call(q, run(first), sinks))[0]
 
 

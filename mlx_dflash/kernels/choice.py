@@ -1,4 +1,4 @@
-"""Kernel or twin: decided once per shape, before the call.
+"""Kernel or twin: decided once per shape, before the call; for the shapes of a pair, before its first round.
 
 Kernels is the one entry to this package: models and targets call its attend_block, attend and multiply, and the answer
 is the same either way. Knows shapes, this machine and the mode; knows nothing of models, caches' insides or rounds.
@@ -22,6 +22,8 @@ MODES = ("auto", "off", "force", "check")
 FIRST_GUARDED_GENERATION = 17  # of chips on which sustained use has stalled; see metalcheck
 SUSTAINED = "sustained"
 STALL_SECONDS, STALL_FACTOR, PASSES_KNOWN = 1.0, 20.0, 8
+# With these numbers of rows, every step of both kernels comes up: each is the least of its step in one of them.
+PREPARED_ROWS = (2, 3, 5, 7, 9, 13, 17, 33, 65)
 
 
 class Kernels:
@@ -42,11 +44,28 @@ class Kernels:
         # Whether any shape may ever run as a kernel here.
         self.can_run = mode != "off" and (run is not None or has_gpu())
         self._seconds: list[float] = []
+        self._is_preparing = self._is_prepared = False
 
     @property
     def is_active(self) -> bool:
         """Whether any shape seen so far runs as a kernel."""
         return any(verdict["refused"] is None for verdict in self.verdicts.values())
+
+    def prepare(self, play: Callable[[int], None], block_size: int) -> None:
+        """Decide on all that the rounds of a pair will use and compile it, so that no round has to.
+
+        play(rows) computes a round of that many rows, up to block_size, by means of this object. From then on, what did
+        not come up runs by its twin.
+        """
+        self._is_preparing = True
+        try:
+            for rows in PREPARED_ROWS:
+                if rows <= block_size and self.can_run:
+                    play(rows)
+        finally:
+            self._is_preparing = False
+        self._is_prepared = True
+        self._seconds.clear()
 
     def attend_block(
         self, q: mx.array, block: tuple[mx.array, mx.array], cache, sight: Sight, scale: float, sinks: mx.array | None = None
@@ -103,8 +122,9 @@ class Kernels:
         self.verdicts.clear()
 
     def _attend_metal(self, q, keys, sight, scale, sinks):
-        cores = self.verdicts[attention_shape(q, keys, sight, sinks)].get("cores", 20)
-        out = attention.attend_metal(q, keys, sight, scale, sinks, run=self._run, cores=cores)
+        verdict = self.verdicts[attention_shape(q, keys, sight, sinks)]
+        cut = {name: verdict[name] for name in ("cores", "simdgroups") if name in verdict}
+        out = attention.attend_metal(q, keys, sight, scale, sinks, run=self._run, **cut)
         return self._checked(out, lambda: attention.attend_ops(q, keys, sight, scale, sinks), "attention")
 
     def _checked(self, out: mx.array, twin: Callable[[], mx.array], name: str) -> mx.array:
@@ -118,56 +138,66 @@ class Kernels:
         return out
 
     def _verdict_on_attention(self, q, keys, sight, sinks) -> bool:
+        if not self.can_run or not attention.supports(q, keys):
+            return False
         # A short context and few rows are one launch for stock MLX.
         rows = q.shape[2] * q.shape[1] // keys.keys.shape[1]
-        if not self.can_run or self.mode == "auto" and keys.length < 512 and rows <= 32:
+        if self.mode == "auto" and keys.length < 512 and rows <= 32 and not self._is_preparing:
             return False
         shape = attention_shape(q, keys, sight, sinks)
-        if shape not in self.verdicts:
-            self.verdicts[shape] = self._decide(
-                str(shape), attention.supports(q, keys), lambda: trial.wrong_attention(shape, self._run),
-                lambda: trial.race_attention(shape, self._run))
-        return self.verdicts[shape]["refused"] is None
+        return self._is_chosen(shape, str(shape), lambda: try_attention(shape, self._run))
 
     def _verdict_on_product(self, x: mx.array, w: Quantized) -> bool:
-        if not self.can_run:
+        if not self.can_run or not matmul.supports(x, w):
             return False
-        rows = (x.size // x.shape[-1], x.shape[-1])
+        rows = (matmul.row_step(x.size // x.shape[-1]), x.shape[-1])
         shape = (rows, w.weight.shape[0], w.group_size, w.bits, x.dtype)
+        name = f"product {w.bits} bit group {w.group_size} {str(x.dtype)[9:]} {rows[0]}x{rows[1]}x{shape[1]}"
+        return self._is_chosen(shape, name, lambda: try_out(lambda: trial.check_product(rows, w, self._run),
+                                                           lambda: trial.race_product(rows, w, self._run)))
+
+    def _is_chosen(self, shape: Hashable, name: str, attempt: Callable[[], dict]) -> bool:
         if shape not in self.verdicts:
-            name = f"product {w.bits} bit group {w.group_size} {str(x.dtype)[9:]} {rows[0]}x{rows[1]}x{shape[1]}"
-            self.verdicts[shape] = self._decide(
-                name, matmul.supports(x, w), lambda: trial.wrong_product(rows, w, self._run),
-                lambda: trial.race_product(rows, w, self._run))
+            if self.mode == "auto" and self._is_prepared and not self._is_preparing:
+                return False
+            self.verdicts[shape] = self._decide(name, attempt)
         return self.verdicts[shape]["refused"] is None
 
-    def _decide(self, shape: str, is_supported: bool, wrong: Callable, race: Callable) -> dict:
+    def _decide(self, name: str, attempt: Callable[[], dict]) -> dict:
         """The verdict on a shape seen for the first time."""
-        if not is_supported:
-            return {"refused": "not a shape of the kernel"}
         if self.mode != "auto":
             return {"refused": None}
         sustained = self.record.find(SUSTAINED) or {"passed": False}
         if chip_generation() >= FIRST_GUARDED_GENERATION and not sustained["passed"]:
             return {"refused": "this chip needs the sustained check: python -m mlx_dflash.metalcheck"}
-        verdict = self.record.find(shape)
+        verdict = self.record.find(name)
         if verdict is None:
-            verdict = try_out(wrong, race)
+            verdict = attempt()
             if not verdict.get("is_refusal"):
-                self.record.keep(shape, verdict)
+                self.record.keep(name, verdict)
         if verdict["refused"] and not verdict.get("is_slower"):
-            warnings.warn(f"the Metal kernel for {shape} is not used: {verdict['refused']}", stacklevel=2)
+            warnings.warn(f"the Metal kernel for {name} is not used: {verdict['refused']}", stacklevel=2)
         return verdict
 
 
-def try_out(wrong: Callable[[], str | None], race: Callable[[], dict]) -> dict:
+def try_attention(shape: AttentionShape, run: Runner) -> dict:
+    """Try a shape out, and, where Metal refuses a launch, once more with half the simdgroups in a threadgroup."""
+    for simdgroups in (attention.SIMDGROUPS, attention.SIMDGROUPS // 2):
+        cut = dict(simdgroups=simdgroups)
+        verdict = try_out(lambda: trial.check_attention(shape, run, **cut), lambda: trial.race_attention(shape, run, **cut))
+        if not verdict.get("is_refusal"):
+            break
+    return verdict | cut
+
+
+def try_out(check: Callable[[], trial.Accuracy], race: Callable[[], dict]) -> dict:
     """Self-check, then race. Returns the verdict.
 
     A launch that Metal refuses counts as a failed self-check, but is no property of the chip: memory may have been short.
     """
     try:
-        if problem := wrong():
-            return {"refused": problem}
+        if wrong := check().wrong:
+            return {"refused": wrong}
         result = race()
     except (RuntimeError, ValueError) as error:
         return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}", "is_refusal": True}
@@ -177,9 +207,9 @@ def try_out(wrong: Callable[[], str | None], race: Callable[[], dict]) -> dict:
 
 
 def attention_shape(q: mx.array, keys: Keys, sight: Sight, sinks: mx.array | None) -> AttentionShape:
-    """The shape of a call, without what may change between rounds."""
+    """The shape of a call, without what may change between rounds; the rows are those of its step."""
     batch, heads, rows, head_size = q.shape
-    return AttentionShape(heads, keys.keys.shape[1], head_size, rows, q.dtype, sight, keys.block is not None,
+    return AttentionShape(heads, keys.keys.shape[1], head_size, attention.row_step(rows), q.dtype, sight, keys.block is not None,
                           sinks is not None, batch)
 
 

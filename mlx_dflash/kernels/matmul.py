@@ -12,6 +12,7 @@ from .call import KernelCall, Runner, metal_source
 MAX_ROWS = 16
 FEATURE_TILES = 4  # of 8 output features, per threadgroup
 SIMDGROUPS = 8
+ROW_STEPS = (5, 7, 9, 13)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ def supports(x: mx.array, w: Quantized) -> bool:
     few = (5 if w.bits == 4 else 6) <= rows <= MAX_ROWS
     alike = x.dtype == w.scales.dtype and x.dtype in (mx.float32, mx.float16, mx.bfloat16)
     return few and alike and w.bits in (4, 8) and w.group_size in (64, 128) and w.weight.ndim == 2
+
+
+def row_step(rows: int) -> int:
+    """The number of rows that a product of `rows` rows, 5 to 16, is decided on: fewer, where the kernel gains less."""
+    return max(step for step in ROW_STEPS if step <= rows)
 
 
 def multiply_metal(x: mx.array, w: Quantized, *, run: Runner) -> mx.array:

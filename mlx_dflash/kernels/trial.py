@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .attention import Keys, Sight, attend_metal, attend_ops
+from .attention import SIMDGROUPS, Keys, Sight, attend_metal, attend_ops
 from .call import Runner
 from .matmul import Quantized, multiply_metal, multiply_ops
 
@@ -60,46 +60,63 @@ class AttentionShape:
         return normal(self.batch, self.heads, self.rows, self.head_size), Keys(*buffers, length, block), sinks
 
 
-def wrong_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = CONTEXTS) -> str | None:
-    """What is wrong with the kernel at this shape, in one sentence; None if nothing is."""
-    scale = shape.head_size**-0.5
+@dataclass(frozen=True)
+class Accuracy:
+    """Largest errors of a kernel and of stock MLX in the same precision, against float32.
+
+    wrong: what is wrong with the kernel, in one sentence; None if nothing is.
+    """
+
+    error: float
+    stock_error: float
+    wrong: str | None
+
+
+def check_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = CONTEXTS,
+                    simdgroups: int = SIMDGROUPS) -> Accuracy:
+    """Hold the kernel against stock MLX at contexts of these lengths, up to the first at which it is wrong."""
+    scale, found = shape.head_size**-0.5, []
     for length in contexts:
         q, keys, sinks = shape.problem(length)
         wide = [None if x is None else x.astype(mx.float32) for x in (q, keys.keys, keys.values, sinks)]
         block = keys.block and tuple(x.astype(mx.float32) for x in keys.block)
         exact = attend_ops(wide[0], Keys(wide[1], wide[2], length, block), shape.sight, scale, wide[3])
         stock = attend_ops(q, keys, shape.sight, scale, sinks)
-        first, second = (attend_metal(q, keys, shape.sight, scale, sinks, run=run) for _ in range(2))
-        if problem := compare(first, second, stock, exact):
-            return f"{problem} at context {length}"
-    return None
+        twice = [attend_metal(q, keys, shape.sight, scale, sinks, run=run, simdgroups=simdgroups) for _ in range(2)]
+        found.append(compare(*twice, stock, exact))
+        if found[-1].wrong:
+            break
+    wrong = found[-1].wrong and f"{found[-1].wrong} at context {length}"
+    return Accuracy(max(one.error for one in found), max(one.stock_error for one in found), wrong)
 
 
-def wrong_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> str | None:
-    """What is wrong with the product of x_shape and w, in one sentence; None if nothing is."""
+def check_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> Accuracy:
+    """Hold the kernel against stock MLX at one product of x_shape and w."""
     x = mx.random.normal(x_shape, key=mx.random.key(0)).astype(w.scales.dtype)
     wide = Quantized(w.weight, w.scales.astype(mx.float32), w.biases.astype(mx.float32), w.group_size, w.bits)
     exact = multiply_ops(x.astype(mx.float32), wide)
     return compare(multiply_metal(x, w, run=run), multiply_metal(x, w, run=run), multiply_ops(x, w), exact)
 
 
-def compare(first: mx.array, second: mx.array, stock: mx.array, exact: mx.array) -> str | None:
+def compare(first: mx.array, second: mx.array, stock: mx.array, exact: mx.array) -> Accuracy:
     """Hold two runs of a kernel against stock MLX in the same precision and in float32.
 
     All arrays have one shape. The kernel's error may be twice that of stock, and one rounding of the result.
     """
-    error = lambda x: mx.abs(x.astype(mx.float32) - exact).max().item()
+    error, stock_error = (mx.abs(x.astype(mx.float32) - exact).max().item() for x in (first, stock))
+    allowed = 2 * stock_error + ROUNDING[first.dtype] * mx.abs(exact).max().item()
+    wrong = None
     if not mx.isfinite(first.astype(mx.float32)).all().item():
-        return "the kernel gives numbers that are not finite"
-    if not mx.array_equal(first, second).item():
-        return "two runs of the kernel differ"
-    allowed = 2 * error(stock) + ROUNDING[first.dtype] * mx.abs(exact).max().item()
-    if error(first) > allowed:
-        return f"the kernel's error is {error(first):.2e}, allowed is {allowed:.2e}"
-    return None
+        wrong = "the kernel gives numbers that are not finite"
+    elif not mx.array_equal(first, second).item():
+        wrong = "two runs of the kernel differ"
+    elif error > allowed:
+        wrong = f"the kernel's error is {error:.2e}, allowed is {allowed:.2e}"
+    return Accuracy(error, stock_error, wrong)
 
 
-def race_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = RACED_CONTEXTS) -> dict:
+def race_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = RACED_CONTEXTS,
+                   simdgroups: int = SIMDGROUPS) -> dict:
     """Time kernel and twin at two depths. Returns {"cores": the best split, "ms": {context: (kernel, twin)}}."""
     scale, times = shape.head_size**-0.5, {}
     for length in contexts:
@@ -107,9 +124,9 @@ def race_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...]
         chain = lambda attend: seconds_per_call(
             problems, lambda q, problem: attend(q, problem[1], shape.sight, scale, problem[2]), problems[0][0])
         twin = chain(attend_ops)
-        times[length] = {cores: (1e3 * chain(lambda *a, c=cores: attend_metal(*a, run=run, cores=c)), 1e3 * twin)
-                         for cores in RACED_CORES}
-    gain = lambda cores: sum(twin / kernel for kernel, twin in (times[length][cores] for length in contexts))
+        kernel = lambda cores: chain(lambda *a: attend_metal(*a, run=run, cores=cores, simdgroups=simdgroups))
+        times[length] = {cores: (1e3 * kernel(cores), 1e3 * twin) for cores in RACED_CORES}
+    gain = lambda cores: sum(twin / ours for ours, twin in (times[length][cores] for length in contexts))
     best = max(RACED_CORES, key=gain)
     return {"cores": best, "ms": {str(length): times[length][best] for length in contexts}}
 

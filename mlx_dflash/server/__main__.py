@@ -7,7 +7,7 @@ import sys
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from ..cli import add_model_flags, user_errors
+from ..cli import add_model_flags, block_options, user_errors
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,8 +51,7 @@ def make_server(args: argparse.Namespace) -> tuple[ThreadingHTTPServer, Any]:
     from .metrics import Metrics
     from .provider import Provider
 
-    if args.block_size is not None and args.num_draft_tokens is not None:
-        raise ValueError("give --block-size or --num-draft-tokens, not both")
+    block_options(args)
     for name in ("max_tokens", "max_tokens_limit", "max_body_bytes", "prefill_step_size", "prompt_cache_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

@@ -14,8 +14,9 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.server import GenerationArguments, GenerationContext, Response, ResponseGenerator
 
-from .. import rollback
 from ..api import stream_generate
+from ..cli import block_options
+from ..prompt_cache import covers, take_back
 from ..stats import Stats
 from .errors import ApiError, ClientGone
 from .metrics import Metrics
@@ -109,11 +110,10 @@ class Generator(ResponseGenerator):
 
         if args.seed is not None:
             mx.random.seed(args.seed)
-        drafting = {} if provider.draft_model is None else {"num_draft_tokens": args.num_draft_tokens, "block_size": self._block_size(args)}
         responses = stream_generate(
             provider.model, tokenizer, prompt[num_cached:], max_tokens, provider.draft_model, stream, stop_strings=args.stop_words,
             sampler=_sampler(args, tokenizer), logits_processors=self._processors(request, args, state, prompt[:num_cached]), prompt_cache=cache,
-            prompt_progress_callback=progress, prefill_step_size=self.cli_args.prefill_step_size, **drafting,
+            prompt_progress_callback=progress, prefill_step_size=self.cli_args.prefill_step_size, **self._block(args),
         )  # fmt: skip
         queue.put(context)
         tokens, started = [], time.perf_counter()
@@ -135,8 +135,11 @@ class Generator(ResponseGenerator):
         if is_over() and response.finish_reason is None:
             self.metrics.add("clients_gone_total")
 
-    def _block_size(self, args: GenerationArguments) -> int | None:
-        return self.cli_args.block_size if args.num_draft_tokens is None else None
+    def _block(self, args: GenerationArguments) -> dict[str, Any]:
+        """The block of the request, or else of the flags."""
+        if self.model_provider.draft_model is not None and args.num_draft_tokens is not None:
+            return {"num_draft_tokens": args.num_draft_tokens}
+        return block_options(self.cli_args)
 
     def _prompt(self, request: Request, args: GenerationArguments) -> tuple[list[int], str]:
         """The prompt's ids, and the state in which the answer begins: "normal" or "reasoning"."""
@@ -161,11 +164,10 @@ class Generator(ResponseGenerator):
         self._log_cache_stats()
         cache, rest = self.prompt_cache.fetch_nearest_cache(self.model_provider.model_key, prompt)
         num_cached = len(prompt) - len(rest)
-        if cache is not None and num_cached == len(prompt) and rollback.can_drop_rows(cache, 1):
-            rollback.drop_rows(cache, 1)
+        if cache is not None and num_cached == len(prompt) and take_back(cache, 1):
             num_cached -= 1
         # A window gives back only so many rows; what then differs from the rest is of no use.
-        if cache is None or num_cached == len(prompt) or set(rollback.lengths(cache)) != {num_cached}:
+        if cache is None or num_cached == len(prompt) or not covers(cache, num_cached):
             return self.model_provider.make_cache(), 0
         return cache, num_cached
 
