@@ -47,7 +47,8 @@ def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) 
     targets, contexts = prompt_cache[:num_target], prompt_cache[num_target:]
     rollback.adopt(contexts, slack=2 * draft.config.block_size)
     prompt_cache[num_target:] = contexts
-    covered = {c.offset for c in contexts} | set(rollback.lengths(targets))
+    # A cache that its model never uses stays empty.
+    covered = {c.offset for c in contexts} | {n for n in rollback.lengths(targets) if n > 0}
     if all(c.empty() for c in targets):
         covered.add(0)
     if len(covered) > 1:

@@ -64,9 +64,9 @@ def leaves(caches: list[Any]) -> Iterator[Any]:
 
 
 def lengths(caches: list[Any]) -> list[int]:
-    """Return the number of tokens that each cache covers, without the caches that do not know or hold nothing."""
+    """Return the number of tokens that each cache covers, without the caches that do not know."""
     known = (getattr(c, "offset", None) for c in leaves(caches))
-    return [n for n in known if isinstance(n, int) and n > 0]
+    return [n for n in known if isinstance(n, int)]
 
 
 def set_stepwise(caches: list[Any], is_stepwise: bool) -> None:
@@ -79,6 +79,11 @@ def set_stepwise(caches: list[Any], is_stepwise: bool) -> None:
 def can_drop_rows(caches: list[Any], rows: int) -> bool:
     """Whether every cache can take back this many of its last rows."""
     return rows == 0 or all(type(c) in _ROW_CACHES and (c.offset == 0 or rows <= _max_drop(c)) for c in leaves(caches))
+
+
+def drop_rows(caches: list[Any], rows: int) -> None:
+    """Take back the last rows of every cache."""
+    cut(caches, max(lengths(caches), default=0) - rows)
 
 
 def cut(caches: list[Any], length: int) -> None:
