@@ -99,13 +99,16 @@ def test_a_session_at_the_terminal(pair, tmp_path):
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_session(pair, tmp_path):
-    person = Person(command(pair, "-m", "-1", "--temp", "1", "--seed", "3"), environment(tmp_path, TERM="dumb"))
-    person.see("/help lists the commands")
-    person.type("/set max_tokens -1")
+    person = Person(command(pair, "-m", "3000"), environment(tmp_path, TERM="dumb"))
+    person.see(r"/help lists the commands[^>]*> ")
     person.type("go on for ever")
-    person.see(r"for ever\s+\S{2,}")
+    person.see(r"for ever\r+\n\S{2}")
     person.child.sendcontrol("c")
-    person.see(r"read · stopped\]|read\]")
+    person.see(r"read · stopped\]")
+    person.type("and on")
+    person.see(r"and on\r+\n\S{2}")
+    person.child.sendcontrol("c")
+    person.see(r"read · stopped\]\r+\n> ")
     person.type("/quit")
     person.child.expect(pexpect.EOF)
     person.child.close()
