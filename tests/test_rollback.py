@@ -56,11 +56,11 @@ def arrays(caches):
     return [np.array(array.astype(mx.float32)) for array in found]
 
 
-def assert_close(ours, theirs):
+def assert_close(ours, theirs, tolerance=1e-4):
     assert len(ours) == len(theirs)
     for n, (a, b) in enumerate(zip(ours, theirs)):
         assert a.shape == b.shape, f"array {n}: {a.shape}, expected {b.shape}"
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * max(1, np.abs(b).max(initial=0)))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max(initial=0)))
 
 
 @pytest.mark.parametrize("start", [0, 3, 4, 5, 9, 20, 5000])
