@@ -96,6 +96,11 @@ class _Tap:
     def __getattr__(self, name: str):
         return getattr(self._layer, name)
 
+    @property
+    def __class__(self):
+        """The layer's class, for the models that tell their layers apart by isinstance."""
+        return type(self._layer)
+
 
 class _Entrance(_Tap):
     """Stands for a layer whose parts the model calls itself; records what the part that it calls first is given."""
@@ -129,6 +134,11 @@ class _FewRows:
 
     def __getattr__(self, name: str):
         return getattr(self._linear, name)
+
+    @property
+    def __class__(self):
+        """The layer's class, for isinstance."""
+        return type(self._linear)
 
 
 def quantized_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.QuantizedLinear]]:

@@ -20,7 +20,7 @@ from .structure import Structure, by_kernels, check_layer_ids, features_of, quan
 
 _PROBE = 4  # tokens
 _PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below
-# The same pass twice. Equal bits are the rule, but a BLAS may round by where in memory an array happens to lie.
+# The same pass twice. On the CPU the bits are equal; a GPU may add in another order.
 _REPEAT_TOLERANCE = 1e-3
 
 
@@ -254,8 +254,8 @@ class _Pass:
 def probe(model: nn.Module, target_layer_ids: Sequence[int]) -> int:
     """Check on a few tokens that tapping does not change the logits; return the width of one tap.
 
-    Raises ValueError if it does, beyond rounding, if a tapped layer returns no hidden states, or if the model computes several tokens
-    at once otherwise than one after the other.
+    Raises ValueError if it does, beyond rounding, if a tapped layer returns no hidden states, or if the model computes
+    several tokens at once otherwise than one after the other.
     """
     structure = Structure(model)
     tokens = mx.arange(_PROBE)[None] % structure.vocab_size
