@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ class Person:
     def type(self, text):
         """Type a line at the prompt and press Enter."""
         self.child.send(text + "\r")
+
+    def interrupt(self):
+        """Press Ctrl-C a moment into the answer: before it, the key would be the line editor's."""
+        time.sleep(1)
+        self.child.sendcontrol("c")
 
     def leave(self):
         """Press Ctrl-D, once the next prompt is there to take it (it asks for bracketed paste)."""
@@ -103,11 +109,11 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(pair, tmp_path):
     person.see(r"/help lists the commands[^>]*> ")
     person.type("go on for ever")
     person.see(r"for ever\r+\n\S{2}")
-    person.child.sendcontrol("c")
+    person.interrupt()
     person.see(r"read · stopped\]")
     person.type("and on")
     person.see(r"and on\r+\n\S{2}")
-    person.child.sendcontrol("c")
+    person.interrupt()
     person.see(r"read · stopped\]\r+\n> ")
     person.type("/quit")
     person.child.expect(pexpect.EOF)
