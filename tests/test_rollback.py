@@ -76,7 +76,7 @@ def test_quantized_rows_begin_where_those_of_mlx_lm_do(model_type, start):
         ours = running.target.caches
         assert [isinstance(c, QuantizedKVCache) for c in ours] == [isinstance(c, QuantizedKVCache) for c in caches]
         unquantized = [c for c in ours if not isinstance(c, QuantizedKVCache)]
-        assert_close(arrays(unquantized), arrays([c for c in caches if not isinstance(c, QuantizedKVCache)]))
+        assert_close(arrays(unquantized), arrays([c for c in caches if not isinstance(c, QuantizedKVCache)]), tolerance=5e-3)
 
 
 def test_caller_sees_the_quantized_caches():
