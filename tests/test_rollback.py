@@ -67,8 +67,8 @@ def assert_close(ours, theirs, tolerance=1e-4):
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "jamba"])
 def test_quantized_rows_begin_where_those_of_mlx_lm_do(model_type, start):
     model = models.build(model_type, head_dim=32, hidden_size=128)
-    # Four bits turn the rounding of jamba's replayed rows into other tokens now and then.
-    bits = 8 if model_type == "jamba" else 4
+    # Quantized rows amplify the rounding of what jamba replays: in four bits now and then into other tokens.
+    bits, tolerance = (8, 5e-3) if model_type == "jamba" else (4, 1e-4)
     options = dict(kv_bits=bits, kv_group_size=32, quantized_kv_start=start)
     for prompt, step_size in ((PROMPT, 2048), (LONG_PROMPT, 9), ([3], 2048)):
         caches = make_prompt_cache(model)
@@ -78,7 +78,7 @@ def test_quantized_rows_begin_where_those_of_mlx_lm_do(model_type, start):
         ours = running.target.caches
         assert [isinstance(c, QuantizedKVCache) for c in ours] == [isinstance(c, QuantizedKVCache) for c in caches]
         unquantized = [c for c in ours if not isinstance(c, QuantizedKVCache)]
-        assert_close(arrays(unquantized), arrays([c for c in caches if not isinstance(c, QuantizedKVCache)]), tolerance=5e-3)
+        assert_close(arrays(unquantized), arrays([c for c in caches if not isinstance(c, QuantizedKVCache)]), tolerance)
 
 
 def test_caller_sees_the_quantized_caches():
