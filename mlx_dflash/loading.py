@@ -78,10 +78,7 @@ def load_draft(
     faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
     """
-    if path_or_hf_repo == "demo":
-        path = _demo("draft_path")
-    else:
-        path = local_path(path_or_hf_repo) or download_draft(path_or_hf_repo, revision)
+    path = local_draft(path_or_hf_repo, revision)
     draft = build_draft(*read_draft(path), path, Kernels(kernels, Record(default_path())))
     if path_or_hf_repo == "demo":
         draft = _fit_to_device(draft)
@@ -90,6 +87,13 @@ def load_draft(
     mx.eval(draft.parameters())
     draft.fuse_context_projection()
     return draft
+
+
+def local_draft(path_or_hf_repo: str, revision: str | None = None) -> Path:
+    """Return where a draft's files are on this machine, downloaded if need be."""
+    if path_or_hf_repo == "demo":
+        return _demo("draft_path")
+    return local_path(path_or_hf_repo) or download_draft(path_or_hf_repo, revision)
 
 
 def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
@@ -161,7 +165,7 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
     if width != config.target_hidden_size:
         raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
     if "d2t" in draft and "lm_head" not in draft:
-        draft.borrow_head(_head_rows(structure, draft.token_ids))
+        draft.borrow_head(head_rows(structure, draft.token_ids))
     if draft.kernels.can_run:
         _rehearse(model, draft, structure)
     draft._checked_target = weakref.ref(model)
@@ -200,8 +204,8 @@ def _fit_to_device(model: nn.Module) -> nn.Module:
     return model
 
 
-def _head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:
-    """A head (1, L, H) -> (1, L, n) of n rows of the target's, quantized as they are there."""
+def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    """Return a head (1, L, H) -> (1, L, n) of n rows of the target's, quantized as they are there."""
     module = structure.unembed if isinstance(structure.unembed, nn.Module) else structure.embedding
     rows = {name: value[ids] for name, value in module.items() if isinstance(value, mx.array)}
     mx.eval(rows)

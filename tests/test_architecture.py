@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_dflash"
 FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "convert").glob("*.py")])
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
-FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchmark", "doctor", "metalcheck"}
+FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchmark", "doctor", "metalcheck", "train"}
 
 # A module imports from lower levels only. Inside draft/, kernels/, demo/ and among the front ends the level is one.
 LEVELS = {

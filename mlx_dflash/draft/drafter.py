@@ -75,7 +75,7 @@ class Drafter:
 
         (γ, V), or (γ, Vd) over the rows of a reduced head; in DFlash 2 before the selector.
         """
-        return self._logits(self._hidden(mx.array(anchor), self.num_drafts if num_drafts is None else num_drafts))
+        return self.logits_of(self._hidden(mx.array(anchor), self.num_drafts if num_drafts is None else num_drafts)[None])[0]
 
     def propose(self, anchor: int | mx.array, num_drafts: int) -> mx.array:
         """Return up to num_drafts draft tokens (γ,) uint32 that may follow the anchor; the context stays as it is."""
@@ -86,7 +86,7 @@ class Drafter:
             return mx.zeros((0,), mx.uint32)
         config, anchor = self.draft.config, mx.array(anchor)
         hidden = self._hidden(anchor, num_drafts)
-        logits = self._logits(hidden)
+        logits = self.logits_of(hidden[None])[0]
         if config.version == 1:
             return self.dice.guess(logits, self._token_ids, config.vocab_size)
         scores, columns = best(logits, config.selector_top_k)
@@ -96,18 +96,25 @@ class Drafter:
 
     def _hidden(self, anchor: mx.array, num_drafts: int) -> mx.array:
         """(γ, H), the rows of a block from which the drafts are read."""
-        config = self.draft.config
-        num_masks = num_drafts - config.sample_from_anchor
-        first = self._table(anchor.reshape(1, 1)) * config.input_embedding_scale
-        masks = mx.broadcast_to(self._mask_row, (1, num_masks, self._mask_row.shape[-1]))
-        block = mx.concatenate([first, masks.astype(first.dtype)], axis=1)  # (1, L, H)
-        hidden = self.draft(block, self.caches)[0]
-        # Row 0 is the anchor; most drafts were trained to predict only the masked slots.
-        return hidden if config.sample_from_anchor else hidden[1:]
+        return self.drafting_rows(self.draft(self.embed_blocks(anchor.reshape(1), num_drafts), self.caches))[0]
 
-    def _logits(self, hidden: mx.array) -> mx.array:
+    def embed_blocks(self, anchors: mx.array, num_drafts: int) -> mx.array:
+        """Return the embeddings (A, L, H) of the blocks [anchor, mask, ...] of anchors (A,) that propose γ drafts each."""
+        config, A = self.draft.config, anchors.size
+        num_masks = num_drafts - config.sample_from_anchor
+        first = self._table(anchors[:, None]) * config.input_embedding_scale
+        masks = mx.broadcast_to(self._mask_row, (A, num_masks, self._mask_row.shape[-1]))
+        return mx.concatenate([first, masks.astype(first.dtype)], axis=1)
+
+    def drafting_rows(self, hidden: mx.array) -> mx.array:
+        """Return the rows (A, γ, H) of blocks (A, L, H) from which drafts are read."""
+        # Row 0 is the anchor; most drafts were trained to predict only the masked slots.
+        return hidden if self.draft.config.sample_from_anchor else hidden[:, 1:]
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """Return the logits (A, γ, V), or (A, γ, Vd) of a reduced head, of drafting rows (A, γ, H)."""
         config = self.draft.config
-        logits = self._head(hidden[None])[0, :, : config.vocab_size]
+        logits = self._head(hidden)[..., : config.vocab_size]
         if config.output_multiplier != 1.0:
             logits = logits * config.output_multiplier
         cap = config.final_logit_softcapping

@@ -46,21 +46,28 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
         """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V stay uncommitted."""
-        L = x.shape[1]
+        queries, *block = self.project(x, rope, cache.offset)
+        sinks = self.get("attention_sink_bias")
+        out = self.kernels.attend_block(queries, tuple(block), cache, self.sight, self.head_dim**-0.5, sinks)  # (1, A, L, d)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
+
+    def project(self, x: mx.array, rope: nn.Module, offset: int | mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries (B, A, L, d), keys and values (B, K, L, d) of normed rows (B, L, H), rotated.
+
+        offset: position of the first row, one for all or (B,).
+        """
+        B, L, _ = x.shape
         queries, keys, values = (
-            projection(x).reshape(1, L, heads, self.head_dim)
+            projection(x).reshape(B, L, heads, self.head_dim)
             for projection, heads in (
                 (self.q_proj, self.num_heads),
                 (self.k_proj, self.num_kv_heads),
                 (self.v_proj, self.num_kv_heads),
             )
         )
-        queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, A, L, d)
-        keys = rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=cache.offset)  # (1, K, L, d)
-        block = (keys, _scaled(values.transpose(0, 2, 1, 3), self.value_scale))  # (1, K, L, d) each
-        sinks = self.get("attention_sink_bias")
-        out = self.kernels.attend_block(queries, block, cache, self.sight, self.head_dim**-0.5, sinks)  # (1, A, L, d)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, L, -1))
+        queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=offset)
+        keys = rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=offset)
+        return queries, keys, _scaled(values.transpose(0, 2, 1, 3), self.value_scale)
 
 
 def _scaled(x: mx.array, scale: float) -> mx.array:
@@ -190,13 +197,12 @@ class DraftModel(nn.Module):
                 f"got {features.shape[-1]}; was it trained for another target?"
             )
         h = self.hidden_norm(self.fc(features.astype(self.dtype)))  # (1, S, H)
-        keys, values = self._context_kv(h)
-        keys = self._rope(keys, offset=caches[0].offset)
+        keys, values = self.context_kv(h, caches[0].offset)
         for i, cache in enumerate(caches):
             cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
 
-    def _context_kv(self, h: mx.array) -> tuple[mx.array, mx.array]:
-        """Project h (1, S, H) to normed keys and values (N, K, S, d) of all N layers, before RoPE."""
+    def context_kv(self, h: mx.array, offset: int = 0) -> tuple[mx.array, mx.array]:
+        """Project context rows h (1, S, H), the first at position offset, to keys and values (N, K, S, d) of all N layers."""
         N, K, d, S = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, h.shape[1]
         if self._fused_kv is not None:
             kv = self._fused_kv(h)
@@ -205,7 +211,7 @@ class DraftModel(nn.Module):
         kv = kv.reshape(S, N, 2, K, d).transpose(2, 1, 3, 0, 4)  # (2, N, K, S, d)
         weights = mx.stack([layer.self_attn.k_norm.weight for layer in self.layers]).reshape(N, 1, 1, d)
         keys = mx.fast.rms_norm(kv[0], None, self.config.rms_norm_eps) * weights
-        return keys, _scaled(kv[1], self.config.value_scale)
+        return self._rope(keys, offset=offset), _scaled(kv[1], self.config.value_scale)
 
     def __call__(self, block: mx.array, caches: list[ContextCache]) -> mx.array:
         """block: (1, L, H) embeddings of [anchor, mask, ...]. Returns (1, L, H), hidden rows after the final norm."""

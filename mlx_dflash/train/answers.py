@@ -1,0 +1,92 @@
+"""The target's own answers to prompts: text that a draft can learn to foresee.
+
+Many prompts at a time by mlx-lm's batch generator, or one by one, through a draft if there is one, where the model's
+caches do not batch. Knows prompts and mlx-lm; knows nothing of training.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from ..api import stream_generate
+from .corpus import Sample
+from .prompts import Prompt
+
+_AHEAD = 2  # batches of prompts that are waiting
+
+
+@dataclass(frozen=True)
+class Style:
+    """How answers are made. sampled_share: of the prompts, answered at this temperature and top_p; the others greedily."""
+
+    max_tokens: int = 256
+    sampled_share: float = 0.5
+    temperature: float = 0.7
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens must be 2 or more, got {self.max_tokens}")
+        if not 0 <= self.sampled_share <= 1:
+            raise ValueError(f"the share of sampled answers must be 0 to 1, got {self.sampled_share}")
+        if self.sampled_share and self.temperature <= 0:
+            raise ValueError(f"sampled answers need a temperature above 0, got {self.temperature}")
+
+    def is_greedy(self, source: int) -> bool:
+        """Whether the answer to prompt number `source` is greedy; the same in every run."""
+        return random.Random(self.seed * 1_000_003 + source).random() >= self.sampled_share
+
+    def sampler(self) -> Callable[[mx.array], mx.array]:
+        """What samples the other answers."""
+        return make_sampler(self.temperature, self.top_p)
+
+
+def can_batch(model: Any) -> bool:
+    """Whether mlx-lm can run several sequences of a model at a time."""
+    return all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+
+
+def batched_answers(model: Any, tokenizer: Any, todo: Sequence[tuple[int, Prompt]], style: Style, batch_size: int) -> Iterator[Sample]:
+    """Answer prompts, each with its number, batch_size of them at a time, in the order in which they are finished."""
+    waiting = iter(todo)
+    asked: dict[int, tuple[int, Prompt]] = {}
+    answers: dict[int, list[int]] = {}
+    sampler, greedy = style.sampler(), make_sampler(0.0)
+    stop_tokens = [[token] for token in tokenizer.eos_token_ids]
+    generator = BatchGenerator(model, max_tokens=style.max_tokens, stop_tokens=stop_tokens, completion_batch_size=batch_size)
+    try:
+        while True:
+            while len(asked) < _AHEAD * batch_size and (following := next(waiting, None)) is not None:
+                source, prompt = following
+                (uid,) = generator.insert([prompt.ids], samplers=[greedy if style.is_greedy(source) else sampler])
+                asked[uid], answers[uid] = following, []
+            if not asked:
+                return
+            for response in generator.next_generated():
+                answers[response.uid].append(response.token)
+                if response.finish_reason is not None:
+                    source, prompt = asked.pop(response.uid)
+                    yield _sample(source, prompt, answers.pop(response.uid), style)
+    finally:
+        generator.close()
+
+
+def single_answers(pair: tuple[Any, Any, Any], todo: Sequence[tuple[int, Prompt]], style: Style) -> Iterator[Sample]:
+    """Answer prompts one after the other. pair: model, tokenizer, and a draft or None."""
+    model, tokenizer, draft = pair
+    options = {} if draft is None else {"draft_model": draft, "block_size": "auto"}
+    for source, prompt in todo:
+        sampler = None if style.is_greedy(source) else style.sampler()
+        responses = stream_generate(model, tokenizer, prompt.ids, max_tokens=style.max_tokens, sampler=sampler, **options)
+        yield _sample(source, prompt, [response.token for response in responses], style)
+
+
+def _sample(source: int, prompt: Prompt, answer: list[int], style: Style) -> Sample:
+    return Sample(prompt.ids + answer, len(prompt.ids), source, prompt.kind, style.is_greedy(source))

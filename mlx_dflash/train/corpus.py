@@ -1,0 +1,119 @@
+"""Training text on disk: one JSON line of token ids a sample, behind a header that says whose tokens they are.
+
+A file only grows, sample by sample, so what a killed run leaves is a file that the next run continues.
+Knows files and ids; knows nothing of models.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = "mlx_dflash training text 1"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """tokens: ids of prompt and answer. prompt_length: how many are the prompt's. source: number of its prompt or text.
+
+    kind: the class that its prompt was given, for reports. is_greedy: whether the target took the likeliest token.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    source: int = 0
+    kind: str = ""
+    is_greedy: bool = False
+
+
+class CorpusWriter:
+    """Appends samples to a file. sources: those that it holds already.
+
+    header: what the samples depend on; vocab_size (int) is needed. Raises ValueError if the file has another header.
+    """
+
+    def __init__(self, path: str | Path, header: dict[str, Any]):
+        self.path = Path(path)
+        self.sources: set[int] = set()
+        self.num_tokens = 0
+        header = {"format": FORMAT, **header}
+        if self.path.exists() and self.path.stat().st_size:
+            _drop_broken_end(self.path)
+        if self.path.exists() and self.path.stat().st_size:
+            found = read_header(self.path)
+            if found != header:
+                keys = sorted(key for key in found.keys() | header.keys() if found.get(key) != header.get(key))
+                told = "; ".join(f"{key} {found.get(key)!r}, now {header.get(key)!r}" for key in keys)
+                raise ValueError(f"{self.path} was begun with {told}; choose another file to write to")
+            for sample in read_corpus(self.path):
+                self._count(sample)
+            self._file = self.path.open("a", encoding="utf-8")
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
+            self._write(header)
+
+    def append(self, sample: Sample) -> None:
+        """Write a sample, at once."""
+        self._count(sample)
+        self._write(vars(sample))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _count(self, sample: Sample) -> None:
+        self.sources.add(sample.source)
+        self.num_tokens += len(sample.tokens) - sample.prompt_length
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def read_header(path: str | Path) -> dict[str, Any]:
+    """Read the first line of a file of samples. Raises ValueError if it is none."""
+    with open(path, encoding="utf-8") as file:
+        line = file.readline()
+    try:
+        header = json.loads(line)
+    except json.JSONDecodeError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path} is no training text: line 1 must say {FORMAT!r}; make one with: python -m mlx_dflash.train data")
+    return header
+
+
+def read_corpus(path: str | Path) -> Iterator[Sample]:
+    """Read the samples of a file. Raises ValueError that names the line for anything malformed."""
+    vocab_size = read_header(path)["vocab_size"]
+    with open(path, encoding="utf-8") as file:
+        next(file)
+        for number, line in enumerate(file, 2):
+            try:
+                yield _sample(json.loads(line), vocab_size)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def _sample(fields: Any, vocab_size: int) -> Sample:
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected an object with tokens and prompt_length, got {type(fields).__name__}")
+    sample = Sample(**fields)
+    tokens, length = sample.tokens, sample.prompt_length
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int for t in tokens):
+        raise ValueError("tokens must be a list of token ids")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(f"tokens reach from {min(tokens)} to {max(tokens)}; expected 0 to {vocab_size - 1}, the vocabulary")
+    if type(length) is not int or not 0 < length <= len(tokens):
+        raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {length!r}")
+    return sample
+
+
+def _drop_broken_end(path: Path) -> None:
+    """Cut off a last line that was not written to its end."""
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,237 @@
+"""A run of training: the pair, its lessons, the loop with its checkpoints and validations, and the drafts it writes.
+
+Source: DFlash, block diffusion for flash speculative decoding (z-lab), for the task; the recipe is our own.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..draft.drafter import Drafter
+from ..draft.model import DraftModel
+from ..loading import build_draft, check_pair, head_rows, load, local_draft, read_draft
+from ..stats import Stats
+from ..structure import Structure
+from .export import save_draft
+from .features import Teacher
+from .loss import Columns, Weighting
+from .material import FreshLessons, Material, coverage, frequent, order_of_visit, read_material, stored_lessons, unused_token
+from .replay import replay
+from .run import RunFolder
+from .shape import SIZES, draft_config, initialize
+from .step_fit import settings_of
+from .trainer import Head, Recipe, Trainer
+
+Bar = Callable[[int, str, str], Any]
+
+
+class Fit:
+    """Everything that a training run needs, made from its arguments. group: machines that share the work."""
+
+    def __init__(self, args: argparse.Namespace, group: Any):
+        self.args, self.group = args, group
+        self.model, self.tokenizer = load(args.model)
+        self.structure = Structure(self.model)
+        material = read_material(args.data, args.valid_data, args.valid_count, args.max_length, self.structure.vocab_size)
+        self.counts = material.counts(self.structure.vocab_size)
+        self.material = replace(material, learned=material.learned[group.rank() :: group.size()])
+        if not self.material.learned:
+            raise ValueError(f"{len(material.learned)} samples are too few for {group.size()} machines")
+        self.config, self.draft, self.origin = self._draft()
+        check_pair(self.model, self.draft)
+        self.teacher = Teacher(self.model, self.structure, self.draft.config.target_layer_ids)
+        self.run = RunFolder(args.out, settings_of(args) | {"text": material.fingerprint(), "machines": group.size()})
+        self.best, self.step = 0.0, 0
+
+    def steps_of_visits(self, visits: float) -> int:
+        """Updates in which each sample comes so often."""
+        return max(1, round(visits * len(self.material.learned) / self.args.batch_size))
+
+    # The draft.
+
+    def _draft(self) -> tuple[dict[str, Any], DraftModel, str]:
+        """The config, the model in float32, and where its weights come from, in words."""
+        args = self.args
+        if args.init_draft:
+            if args.size:
+                raise ValueError("--size makes a new draft, --init-draft goes on with one: give one of them")
+            config, weights, origin = *self._given_draft(), f"the draft {args.init_draft}"
+        else:
+            size = SIZES[args.size or "small"]
+            config = draft_config(self.structure, getattr(self.model, "args", None), size, unused_token(self.counts, self.tokenizer))
+            weights, origin = None, ""
+        config["block_size"] = args.block_size or config["block_size"]
+        if weights is None:
+            weights, origin = self._first_weights(config)
+        if args.draft_vocab:
+            config, weights = self._reduced(config, weights)
+        return config, build_draft(config, weights, Path(args.init_draft or args.out)), origin
+
+    def _given_draft(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
+        path = local_draft(self.args.init_draft)
+        config, weights = read_draft(path)
+        draft = build_draft(config, weights, path)
+        if draft.config.version != 1:
+            raise ValueError(f"{path} is a DFlash 2 draft; only DFlash 1 drafts can be trained")
+        if draft.config.quantization:
+            from mlx_lm.utils import dequantize_model
+
+            draft.set_dtype(mx.float32)  # first the scales: the products must not round to their type
+            draft = dequantize_model(draft)
+        config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+        return config, _floats(draft)
+
+    def _first_weights(self, config: dict[str, Any]) -> tuple[dict[str, mx.array], str]:
+        from ..draft.config import DraftConfig
+
+        draft = DraftModel(DraftConfig.from_dict(config))
+        sources = initialize(draft, self.structure, self.args.seed)
+        told = ", ".join("random" if i is None else str(i) for i in sources)
+        return _floats(draft), f"target layers {told}"
+
+    def _reduced(self, config: dict[str, Any], weights: dict[str, mx.array]) -> tuple[dict[str, Any], dict[str, mx.array]]:
+        if "d2t" in weights or "lm_head" in weights:
+            raise ValueError("--draft-vocab needs a draft that borrows the target's whole head")
+        ids = frequent(self.counts, self.args.draft_vocab, self._special())
+        d2t = mx.array((ids - np.arange(len(ids))).astype(np.int32))
+        return config | {"draft_vocab_size": len(ids)}, weights | {"d2t": d2t}
+
+    def _special(self) -> list[int]:
+        return [*self.tokenizer.eos_token_ids, *self.tokenizer.get_added_vocab().values()]
+
+    def _head(self) -> Head:
+        """What the draft borrows, with as many columns as the loss shall have."""
+        structure, vocab_size = self.structure, self.structure.vocab_size
+        ids = self.draft.token_ids
+        if self.args.loss_vocab:
+            if ids is not None or "lm_head" in self.draft:
+                raise ValueError("--loss-vocab needs a draft that borrows the target's whole head")
+            ids = mx.array(frequent(self.counts, self.args.loss_vocab, self._special()).astype(np.uint32))
+            return Head(structure.embed, head_rows(structure, ids), Columns(np.array(ids), vocab_size))
+        return Head(structure.embed, structure.unembed, Columns(None if ids is None else np.array(ids), vocab_size))
+
+    # The loop.
+
+    def trainer(self, recipe: Recipe, weighting: Weighting) -> Trainer:
+        """Make the trainer, in the state of the last checkpoint if there is one."""
+        trainer = Trainer(self.draft, self._head(), recipe, weighting, self.group)
+        found = self.run.load()
+        if found is not None:
+            trainer.restore(found[0])
+            self.step, self.best = found[1]["step"], found[1]["best"]
+        return trainer
+
+    def train(self, trainer: Trainer, bar: Bar) -> None:
+        """Make the updates that are missing, with checkpoints and validations between them."""
+        learned, measured = self._lessons(bar)
+        args, recipe = self.args, trainer.recipe
+        if self.step == 0:
+            self._validate(measured)
+        tokens, began, losses = 0, time.perf_counter(), []
+        with bar(recipe.steps, "training", "update") as shown:
+            shown.update(self.step)
+            while self.step < recipe.steps:
+                chosen = order_of_visit(len(self.material.learned), self.step, recipe.batch_size, recipe.seed)
+                lessons = [learned.lesson(i) for i in chosen]
+                losses.append(trainer.step(self.step, lessons))
+                self.step += 1
+                tokens += sum(lesson.tokens.size for lesson in lessons)
+                shown.update()
+                shown.set_postfix_str(f"loss {losses[-1]:.3f}, {self.best:.2f} tokens a round")
+                is_last = self.step == recipe.steps
+                if self.step % args.save_every == 0 or is_last:
+                    seconds = time.perf_counter() - began
+                    blocks = recipe.batch_size * recipe.anchors * len(losses)
+                    self._note(loss=float(np.mean(losses)), tokens_per_second=tokens / seconds, blocks_per_second=blocks / seconds)
+                    tokens, began, losses = 0, time.perf_counter(), []
+                    mx.clear_cache()
+                if self.step % args.valid_every == 0 or is_last:
+                    self._validate(measured)
+                    began = time.perf_counter()
+                if self.step % args.save_every == 0 or is_last:
+                    self._save(trainer)
+
+    def _lessons(self, bar: Bar) -> tuple[Any, Any]:
+        if self.args.features == "recompute":
+            return tuple(FreshLessons(self.teacher, samples) for samples in (self.material.learned, self.material.measured))
+        name = f"lessons-{self.group.rank()}" if self.group.size() > 1 else "lessons"
+        with bar(len(self.material.learned) + len(self.material.measured), "reading with the target", "sample") as shown:
+            seen = {}
+
+            def progress(done: int, total: int) -> None:
+                seen[total] = done
+                shown.update(sum(seen.values()) - shown.n)
+
+            return stored_lessons(self.run.path / name, self.teacher, self.material, self.args.feature_dtype, progress)
+
+    def _validate(self, measured: Any) -> None:
+        """Measure the acceptance on text that was not learned; keep the draft if it is the best so far."""
+        if self.group.rank() != 0:
+            return
+        facts = {}
+        if self.material.measured:
+            lessons = [measured.lesson(i) for i in range(len(self.material.measured))]
+            stats = replay(self.draft, self.structure, lessons, self.args.valid_tokens)
+            self._note(acceptance_length=stats.acceptance_length, histogram=stats.accepted)
+            facts = {"tokens per target pass": f"{stats.acceptance_length:.2f} (greedy, {len(lessons)} held-out answers)"}
+        reached = stats.acceptance_length if facts else 0.0
+        names = ["last"] if self.step and reached <= self.best else ["best", "last"]
+        self.best = max(self.best, reached)
+        for name in names:
+            save_draft(self.run.path / name, self.draft, self.config, self._facts() | facts, self.args.save_dtype)
+
+    def _facts(self) -> dict[str, Any]:
+        learned = sum(len(s.tokens) - s.prompt_length for s in self.material.learned) * self.group.size()
+        return {"target": self.args.model, "trained on": f"{learned} tokens of answers, {self.step} updates", "first weights": self.origin}
+
+    def _note(self, **line: Any) -> None:
+        if self.group.rank() == 0:
+            self.run.note({"step": self.step, **line})
+
+    def _save(self, trainer: Trainer) -> None:
+        if self.group.rank() == 0:
+            self.run.save(trainer.state(), {"step": self.step, "best": self.best})
+
+    # What is told.
+
+    def plan(self, recipe: Recipe) -> str:
+        """What will be done, in a few lines."""
+        config, material = self.draft.config, self.material
+        lines = [
+            f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, from {self.origin}",
+            f"data: {len(material.learned)} samples, {len(material.measured)} held out, {material.num_left_out} too short",
+            f"updates: {self.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, on {self.group.size()} machines",
+        ]
+        ids = self.draft.token_ids
+        if ids is not None:
+            share = coverage(material.learned, np.array(ids), config.vocab_size)
+            lines.append(f"head: {ids.size} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
+        return "\n".join(lines)
+
+    def report(self, seconds: float) -> str:
+        """What came of it, in a few lines."""
+        log = self.run.log()
+        losses = [line["loss"] for line in log if "loss" in line]
+        reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
+        speeds = [line for line in log if "blocks_per_second" in line]
+        lines = [f"{self.step} updates in {seconds:.0f} s; loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
+        if speeds:
+            blocks, tokens = (np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens"))
+            lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
+        if reached:
+            lines.append("tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:]))
+        lines.append(f"drafts: {self.run.path / 'best'} and {self.run.path / 'last'}")
+        return "\n".join(lines)
+
+
+def _floats(draft: DraftModel) -> dict[str, mx.array]:
+    """The weights of a draft, in float32 where they are floating."""
+    from mlx.utils import tree_flatten
+
+    return {k: v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for k, v in tree_flatten(draft.parameters())}

@@ -1,0 +1,137 @@
+"""What a fit learns from and is measured on: samples, split and shared out, and their lessons on disk or made anew.
+
+Knows the files of training text and the teacher; knows nothing of the draft's weights.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from .corpus import Sample, read_corpus, read_header
+from .features import Lesson, LessonStore, Teacher
+
+
+class Lessons(Protocol):
+    """A sequence of lessons."""
+
+    def lesson(self, i: int) -> Lesson: ...
+
+
+@dataclass(frozen=True)
+class Material:
+    """Samples to learn from and, of others, greedy ones to be measured on."""
+
+    learned: list[Sample]
+    measured: list[Sample]
+    num_left_out: int
+
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """(V,) how often each token is part of an answer."""
+        counts = np.zeros(vocab_size, np.int64)
+        for sample in self.learned:
+            np.add.at(counts, sample.tokens[sample.prompt_length :], 1)
+        return counts
+
+    def fingerprint(self) -> str:
+        """A text that differs when the samples do."""
+        digest = hashlib.sha256()
+        for sample in [*self.learned, *self.measured]:
+            digest.update(np.array([sample.prompt_length, len(sample.tokens), *sample.tokens], np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def read_material(paths: Sequence[str], valid: str | None, count: int, max_length: int, vocab_size: int) -> Material:
+    """Read training text; take `count` greedy samples to be measured on, from the file `valid` or out of the others.
+
+    Samples are cut to max_length tokens; those that then have less than two tokens of an answer are left out. Raises
+    ValueError for a file of another target's vocabulary, and where nothing is left.
+    """
+    for path in [*paths, *([valid] if valid else [])]:
+        found = read_header(path)["vocab_size"]
+        if found != vocab_size:
+            raise ValueError(f"{path} holds tokens of a vocabulary of {found}, the target has {vocab_size}")
+
+    def usable(samples: Sequence[Sample]) -> list[Sample]:
+        cut = [Sample(**{**vars(s), "tokens": s.tokens[:max_length]}) for s in samples]
+        return [s for s in cut if len(s.tokens) - s.prompt_length >= 2]
+
+    everything = [sample for path in paths for sample in read_corpus(path)]
+    learned = usable(everything)
+    left_out = len(everything) - len(learned)
+    if valid:
+        measured = [s for s in usable(list(read_corpus(valid))) if s.is_greedy][:count]
+        if not measured and count:
+            raise ValueError(f"{valid} holds no greedy answers; write it with: train data --sampled-share 0")
+    else:
+        greedy = [i for i, s in enumerate(learned) if s.is_greedy]
+        # Evenly from the whole, and never so many that little is left to learn from.
+        chosen = set(greedy[:: max(1, len(greedy) // max(1, count))][: min(count, len(learned) // 5)])
+        measured = [learned[i] for i in sorted(chosen)]
+        learned = [s for i, s in enumerate(learned) if i not in chosen]
+    if not learned:
+        raise ValueError(f"{', '.join(paths)}: no answer of two tokens or more to learn from")
+    return Material(learned, measured, left_out)
+
+
+class FreshLessons:
+    """Lessons that are made anew each time."""
+
+    def __init__(self, teacher: Teacher, samples: Sequence[Sample]):
+        self.teacher, self.samples = teacher, samples
+
+    def lesson(self, i: int) -> Lesson:
+        """Run the target over sample i."""
+        return self.teacher.lesson(self.samples[i])
+
+
+def stored_lessons(
+    folder: Path, teacher: Teacher, material: Material, dtype: str, progress: Callable[[int, int], None]
+) -> tuple[Lessons, Lessons]:
+    """Lessons to learn from and to be measured on, in two folders, made as far as they are missing."""
+    width = teacher.width
+    stores = []
+    for name, samples in (("learned", material.learned), ("measured", material.measured)):
+        description = {"samples": len(samples), "text": material.fingerprint(), "taps": list(teacher.target_layer_ids)}
+        store = LessonStore(folder / name, samples, getattr(mx, dtype), width, description)
+        store.fill(teacher, progress)
+        stores.append(store)
+    return tuple(stores)
+
+
+def order_of_visit(num_samples: int, step: int, batch_size: int, seed: int) -> list[int]:
+    """The samples of update `step`: every sample comes once in each visit of all, in an order of its own."""
+    chosen = []
+    for place in range(step * batch_size, (step + 1) * batch_size):
+        visit, i = divmod(place, num_samples)
+        chosen.append(int(np.random.default_rng((seed, visit)).permutation(num_samples)[i]))
+    return chosen
+
+
+def frequent(counts: np.ndarray, size: int, special: Sequence[int]) -> np.ndarray:
+    """(size,) ids, ascending: the special tokens and the most frequent others."""
+    special_ids = sorted({i for i in special if 0 <= i < len(counts)})
+    if not len(special_ids) < size < len(counts):
+        raise ValueError(f"a reduced vocabulary must have {len(special_ids) + 1} to {len(counts) - 1} tokens, got {size}")
+    ranked = [i for i in np.argsort(-counts, kind="stable") if i not in set(special_ids)]
+    return np.array(sorted([*special_ids, *ranked[: size - len(special_ids)]]), np.int64)
+
+
+def unused_token(counts: np.ndarray, tokenizer: Any) -> int:
+    """A token to stand for the mask: one that no text holds, of the special ones if there is such a one."""
+    special = sorted(i for i in tokenizer.get_added_vocab().values() if i < len(counts) and i not in tokenizer.eos_token_ids)
+    candidates = [i for i in special if counts[i] == 0] or [int(i) for i in np.argsort(counts, kind="stable")]
+    return candidates[-1] if candidates[0] in special else candidates[0]
+
+
+def coverage(samples: Sequence[Sample], ids: np.ndarray, vocab_size: int) -> float:
+    """Share of the answers' tokens that are among ids."""
+    known = np.zeros(vocab_size, bool)
+    known[ids] = True
+    counts = Counter(bool(known[token]) for s in samples for token in s.tokens[s.prompt_length :])
+    return counts[True] / max(1, counts.total())

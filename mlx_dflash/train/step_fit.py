@@ -1,0 +1,101 @@
+"""Fit a draft to training text; goes on where it was interrupted."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .loss import Weighting
+from .shape import SIZES
+from .trainer import Recipe
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="target: a folder or hub repository, or demo")
+    add("--data", required=True, nargs="+", metavar="FILE", help="training text, as written by: train data")
+    add("--out", required=True, help="folder of the run: checkpoint, log, and the drafts in best/ and last/")
+    _add_shape_flags(parser.add_argument_group("the draft"))
+    _add_recipe_flags(parser.add_argument_group("the recipe"))
+    add = parser.add_argument_group("lessons and validation").add_argument
+    add("--features", choices=("disk", "recompute"), default="disk", help="keep the target's features on disk, or compute them at each visit")
+    add("--feature-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the features on disk (default: %(default)s)")
+    add("--max-length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
+    add("--valid-data", metavar="FILE", help="text to measure acceptance on (default: some of --data, which are then not learned)")
+    add("--valid-count", type=int, default=16, help="greedy samples of it (default: %(default)s)")
+    add("--valid-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
+    add("--valid-every", type=int, default=200, help="updates (default: %(default)s)")
+    add("--save-every", type=int, default=50, help="updates between checkpoints (default: %(default)s)")
+
+
+def _add_shape_flags(group: Any) -> None:
+    add = group.add_argument
+    add("--init-draft", help="go on training this draft: a folder or hub repository, or demo")
+    add("--size", choices=SIZES, help="of a new draft: " + ", ".join(f"{k} {s.layers} layers, {s.taps} taps, block {s.block_size}" for k, s in SIZES.items()) + " (default: small)")
+    add("--block-size", type=int, help="anchor and drafts (default: the size's, or the given draft's)")
+    add("--draft-vocab", type=int, help="give the draft a reduced head with this many tokens, the most frequent of the data")
+    add("--save-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the drafts that are written (default: %(default)s)")
+
+
+def _add_recipe_flags(group: Any) -> None:
+    add = group.add_argument
+    add("--steps", type=int, help="updates (default: as many as --visits makes)")
+    add("--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)")
+    add("--batch-size", type=int, default=4, help="samples of an update (default: %(default)s)")
+    add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
+    add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
+    add("--warmup", type=int, default=100, help="updates in which it rises (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
+    add("--clip", type=float, default=1.0, help="greatest norm of a gradient (default: %(default)s)")
+    add("--decay", type=float, default=3.0, help="slots in which a slot's weight falls by a factor e (default: %(default)s)")
+    add("--soft", type=float, default=0.5, help="share of the target's own distribution in the loss (default: %(default)s)")
+    add("--loss-vocab", type=int, help="compute the loss over this many tokens only, the most frequent of the data")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default: %(default)s)")
+    add("--grad-checkpoint", action="store_true", help="compute layers twice, which saves memory")
+    add("--seed", type=int, default=0, help="of weights, order and anchors (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prepare everything, train, and report."""
+    import mlx.core as mx
+
+    from .fit import Fit
+
+    for name in ("max_length", "valid_every", "save_every", "valid_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+    if args.valid_count < 0 or args.visits <= 0:
+        raise ValueError(f"--valid-count must not be negative and --visits above 0, got {args.valid_count} and {args.visits}")
+    weighting = Weighting(args.decay, args.soft)
+    group = mx.distributed.init()
+    began = time.perf_counter()
+    fit = Fit(args, group)
+    recipe = Recipe(
+        args.steps or fit.steps_of_visits(args.visits), args.batch_size, args.anchors, args.learning_rate, args.warmup,
+        args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
+    )  # fmt: skip
+    trainer = fit.trainer(recipe, weighting)
+    if group.rank() == 0:
+        print(fit.plan(recipe), file=sys.stderr)
+    try:
+        fit.train(trainer, progress_bar)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise
+    if group.rank() == 0:
+        print(fit.report(time.perf_counter() - began))
+
+
+def progress_bar(total: int, description: str, unit: str) -> Any:
+    """A bar on stderr, if somebody watches."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=description, unit=unit, disable=None)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run depends on; where it is written and how often does not matter."""
+    free = ("out", "step", "valid_every", "save_every", "features", "save_dtype")
+    settings = {key: value for key, value in vars(args).items() if key not in free}
+    return settings | {"data": [str(Path(path)) for path in args.data]}

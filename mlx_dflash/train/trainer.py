@@ -1,0 +1,144 @@
+"""One update after the other: gradients of the loss over many blocks, and AdamW.
+
+Knows the draft, its lessons and mx.distributed; knows nothing of files.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from ..dice import Dice
+from ..draft.drafter import Drafter
+from ..draft.model import DraftModel
+from .features import Lesson
+from .forward import block_logits
+from .loss import Columns, Weighting, block_loss, slot_weights
+
+_FINAL_SHARE = 0.1  # of the learning rate, at the last update
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a draft is fitted.
+
+    steps: updates in all. batch_size: samples of an update, on each machine. anchors: blocks of a sample. dtype: of the
+    computation; the weights themselves are float32. checkpointed: compute layers twice to save memory.
+    """
+
+    steps: int
+    batch_size: int = 4
+    anchors: int = 32
+    learning_rate: float = 6e-4
+    warmup: int = 100
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    checkpointed: bool = False
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "anchors"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.warmup < 0 or self.weight_decay < 0:
+            raise ValueError(f"warmup and weight_decay must not be negative, got {self.warmup} and {self.weight_decay}")
+
+    def schedule(self) -> Callable[[mx.array], mx.array]:
+        """Learning rate by update: a line up, then a cosine down."""
+        warmup = min(self.warmup, self.steps - 1)
+        fall = optim.cosine_decay(self.learning_rate, max(1, self.steps - warmup), _FINAL_SHARE * self.learning_rate)
+        if warmup == 0:
+            return fall
+        rise = optim.linear_schedule(self.learning_rate / (warmup + 1), self.learning_rate, warmup)
+        return optim.join_schedules([rise, fall], [warmup])
+
+
+class Head:
+    """The frozen parts that a draft borrows: embed (B, T) to (B, T, H), unembed (..., H) to logits of its columns."""
+
+    def __init__(self, embed: Callable[[mx.array], mx.array], unembed: Callable[[mx.array], mx.array], columns: Columns):
+        self.embed, self.unembed, self.columns = embed, unembed, columns
+
+
+class Trainer:
+    """Fits a draft. group: the machines that share the work, each with lessons of its own."""
+
+    def __init__(self, draft: DraftModel, head: Head, recipe: Recipe, weighting: Weighting, group: Any = None):
+        self.draft, self.head, self.recipe, self.weighting = draft, head, recipe, weighting
+        self.group = group
+        draft.freeze(recurse=False, keys=["d2t"], strict=False)
+        self.optimizer = optim.AdamW(learning_rate=recipe.schedule(), weight_decay=recipe.weight_decay)
+        self.optimizer.init(draft.trainable_parameters())
+        self._slots = mx.array(weighting.slots(draft.config.num_drafts))
+        self._dtype = getattr(mx, recipe.dtype)
+        self._gradient = mx.value_and_grad(self._loss)
+
+    def anchors(self, step: int, place: int, lesson: Lesson) -> mx.array:
+        """Choose positions (A,) of an answer at random, the same ones whenever this update is made."""
+        candidates = np.arange(lesson.prompt_length, lesson.tokens.size - 1)
+        random = np.random.default_rng((self.recipe.seed, step, place))
+        chosen = random.permutation(candidates)[: self.recipe.anchors]
+        return mx.array(np.sort(chosen).astype(np.int32))
+
+    def step(self, number: int, lessons: Sequence[Lesson]) -> float:
+        """Make update `number` (from 0) with the lessons of this machine; return the mean loss of all machines' slots."""
+        picks = [(lesson, self.anchors(number, i, lesson)) for i, lesson in enumerate(lessons)]
+        weights = [slot_weights(*pick, self.head.columns, self._slots) for pick in picks]
+        total = self._shared(sum(w.sum() for w in weights))
+        loss, gradients = self._sum_of_gradients(list(zip(picks, weights)), total)
+        gradients = tree_map(self._shared, gradients)
+        loss = self._shared(loss)
+        gradients, _ = optim.clip_grad_norm(gradients, self.recipe.clip)
+        self.optimizer.update(self.draft, gradients)
+        mx.eval(self.draft.parameters(), self.optimizer.state, loss)
+        if not np.isfinite(loss.item()):
+            raise ValueError(f"the loss of update {number} is {loss.item()}; a lower --learning-rate may help")
+        return loss.item()
+
+    def _sum_of_gradients(self, work: list, total: mx.array) -> tuple[mx.array, Any]:
+        loss, gradients = mx.zeros(()), None
+        masters = self.draft.trainable_parameters()
+        try:
+            for (lesson, anchors), weights in work:
+                part, slopes = self._gradient(masters, lesson, anchors, weights / total)
+                gradients = slopes if gradients is None else tree_map(mx.add, gradients, slopes)
+                loss = loss + part
+                mx.eval(loss, gradients)
+        finally:
+            self.draft.update(masters)
+        return loss, gradients
+
+    def _loss(self, parameters: Any, lesson: Lesson, anchors: mx.array, weights: mx.array) -> mx.array:
+        self.draft.update(tree_map(lambda p: p.astype(self._dtype), parameters))
+        drafter = Drafter(self.draft, self.head.embed, self.head.unembed, Dice())
+        logits = block_logits(drafter, lesson.features, anchors, lesson.tokens[anchors], self.recipe.checkpointed)
+        return block_loss(logits, lesson, anchors, self.head.columns, (weights, self.weighting.soft))
+
+    def _shared(self, x: mx.array) -> mx.array:
+        """The sum over all machines."""
+        return x if self.group is None or self.group.size() == 1 else mx.distributed.all_sum(x, group=self.group)
+
+    # What a checkpoint holds.
+
+    def state(self) -> dict[str, mx.array]:
+        """Return the weights and the optimizer's state, by name."""
+        weights = {f"draft.{k}": v for k, v in tree_flatten(self.draft.trainable_parameters())}
+        return weights | {f"optimizer.{k}": v for k, v in tree_flatten(self.optimizer.state)}
+
+    def restore(self, state: dict[str, mx.array]) -> None:
+        """Go back to a state."""
+
+        def part(name: str) -> Any:
+            return tree_unflatten([(k.partition(".")[2], v) for k, v in state.items() if k.startswith(f"{name}.")])
+
+        self.draft.update(part("draft"))
+        self.optimizer.state = part("optimizer")
+        mx.eval(self.draft.parameters(), self.optimizer.state)
