@@ -10,6 +10,7 @@ COMMANDS = {
     "trace": "show what each cache covers, round by round",
     "benchmark": "speed, acceptance and identity, side by side with mlx-lm",
     "convert": "Hugging Face or GGUF weights to MLX format, targets and drafts",
+    "train": "make a draft for any target: its own text, a fit, what it is worth",
     "doctor": "what this machine and this pair can do, every mismatch with its cure",
     "metalcheck": "whether the Metal kernels are right and fast on this Mac",
 }

@@ -320,15 +320,22 @@ def setup(args: argparse.Namespace, pair: Pair) -> dict:
     lengths = [len(ids) for _, ids in pair.cases]
     return {
         **pair.name,
+        **machine(),
+        "draft_block_size": pair.draft.config.block_size,
+        "prompts": len(pair.cases),
+        "prompt_tokens": [min(lengths), max(lengths)],
+        **{name: getattr(args, name) for name in ("max_tokens", "temp", "seed", "repeat")},
+    }
+
+
+def machine() -> dict[str, str]:
+    """What the numbers of a report were measured on."""
+    return {
         "machine": platform.machine(),
         "system": platform.platform(terse=True),
         "device": str(mx.default_device()),
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
-        "draft_block_size": pair.draft.config.block_size,
-        "prompts": len(pair.cases),
-        "prompt_tokens": [min(lengths), max(lengths)],
-        **{name: getattr(args, name) for name in ("max_tokens", "temp", "seed", "repeat")},
     }
 
 

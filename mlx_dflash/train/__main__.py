@@ -4,9 +4,9 @@ import argparse
 import sys
 
 from ..cli import user_errors
-from . import step_data, step_fit
+from . import step_data, step_eval, step_fit
 
-STEPS = {"data": step_data, "fit": step_fit}
+STEPS = {"data": step_data, "fit": step_fit, "eval": step_eval}
 
 
 def main(argv: list[str] | None = None) -> None:

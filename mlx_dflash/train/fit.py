@@ -66,7 +66,8 @@ class Fit:
             size = SIZES[args.size or "small"]
             config = draft_config(self.structure, getattr(self.model, "args", None), size, unused_token(self.counts, self.tokenizer))
             weights, origin = None, ""
-        config["block_size"] = args.block_size or config["block_size"]
+        if args.block_size:
+            config = _with(config, block_size=args.block_size)
         if weights is None:
             weights, origin = self._first_weights(config)
         if args.draft_vocab:
@@ -100,7 +101,7 @@ class Fit:
             raise ValueError("--draft-vocab needs a draft that borrows the target's whole head")
         ids = frequent(self.counts, self.args.draft_vocab, self._special())
         d2t = mx.array((ids - np.arange(len(ids))).astype(np.int32))
-        return config | {"draft_vocab_size": len(ids)}, weights | {"d2t": d2t}
+        return _with(config, draft_vocab_size=len(ids)), weights | {"d2t": d2t}
 
     def _special(self) -> list[int]:
         return [*self.tokenizer.eos_token_ids, *self.tokenizer.get_added_vocab().values()]
@@ -228,6 +229,12 @@ class Fit:
             lines.append("tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:]))
         lines.append(f"drafts: {self.run.path / 'best'} and {self.run.path / 'last'}")
         return "\n".join(lines)
+
+
+def _with(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config.json with other values, also where nested ones would win."""
+    nested = {key: value for key, value in config["dflash_config"].items() if key not in changes}
+    return {**config, **changes, "dflash_config": nested}
 
 
 def _floats(draft: DraftModel) -> dict[str, mx.array]:

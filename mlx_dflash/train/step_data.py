@@ -14,6 +14,7 @@ from .prompts import Prompt, read_prompts, read_texts
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this step."""
     add = parser.add_argument
     add("--model", required=True, help="target: a folder or hub repository, or demo")
     source = parser.add_mutually_exclusive_group(required=True)

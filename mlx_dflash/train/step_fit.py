@@ -12,6 +12,7 @@ from .trainer import Recipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this step."""
     add = parser.add_argument
     add("--model", required=True, help="target: a folder or hub repository, or demo")
     add("--data", required=True, nargs="+", metavar="FILE", help="training text, as written by: train data")
@@ -44,6 +45,7 @@ def _add_recipe_flags(group: Any) -> None:
     add("--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)")
     add("--batch-size", type=int, default=4, help="samples of an update (default: %(default)s)")
     add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
+    add("--block-sizes", type=int, nargs="+", metavar="N", help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)")
     add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
     add("--warmup", type=int, default=100, help="updates in which it rises (default: %(default)s)")
     add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
@@ -72,8 +74,8 @@ def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     fit = Fit(args, group)
     recipe = Recipe(
-        args.steps or fit.steps_of_visits(args.visits), args.batch_size, args.anchors, args.learning_rate, args.warmup,
-        args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
+        args.steps or fit.steps_of_visits(args.visits), args.batch_size, args.anchors, tuple(args.block_sizes or ()),
+        args.learning_rate, args.warmup, args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
     )  # fmt: skip
     trainer = fit.trainer(recipe, weighting)
     if group.rank() == 0:

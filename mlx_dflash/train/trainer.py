@@ -26,13 +26,15 @@ _FINAL_SHARE = 0.1  # of the learning rate, at the last update
 class Recipe:
     """How a draft is fitted.
 
-    steps: updates in all. batch_size: samples of an update, on each machine. anchors: blocks of a sample. dtype: of the
-    computation; the weights themselves are float32. checkpointed: compute layers twice to save memory.
+    steps: updates in all. batch_size: samples of an update, on each machine. anchors: blocks of a sample. block_sizes:
+    taken in turn by the updates, none for the draft's own. dtype: of the computation; the weights themselves are float32.
+    checkpointed: compute layers twice to save memory.
     """
 
     steps: int
     batch_size: int = 4
     anchors: int = 32
+    block_sizes: tuple[int, ...] = ()
     learning_rate: float = 6e-4
     warmup: int = 100
     weight_decay: float = 0.01
@@ -77,7 +79,9 @@ class Trainer:
         draft.freeze(recurse=False, keys=["d2t"], strict=False)
         self.optimizer = optim.AdamW(learning_rate=recipe.schedule(), weight_decay=recipe.weight_decay)
         self.optimizer.init(draft.trainable_parameters())
-        self._slots = mx.array(weighting.slots(draft.config.num_drafts))
+        self._block_sizes = recipe.block_sizes or (draft.config.num_drafts + 1,)
+        if not all(2 <= size <= draft.config.num_drafts + 1 for size in self._block_sizes):
+            raise ValueError(f"blocks must have 2 to {draft.config.num_drafts + 1} tokens, got {list(self._block_sizes)}")
         self._dtype = getattr(mx, recipe.dtype)
         self._gradient = mx.value_and_grad(self._loss)
 
@@ -91,7 +95,8 @@ class Trainer:
     def step(self, number: int, lessons: Sequence[Lesson]) -> float:
         """Make update `number` (from 0) with the lessons of this machine; return the mean loss of all machines' slots."""
         picks = [(lesson, self.anchors(number, i, lesson)) for i, lesson in enumerate(lessons)]
-        weights = [slot_weights(*pick, self.head.columns, self._slots) for pick in picks]
+        slots = mx.array(self.weighting.slots(self._block_sizes[number % len(self._block_sizes)] - 1))
+        weights = [slot_weights(*pick, self.head.columns, slots) for pick in picks]
         total = self._shared(sum(w.sum() for w in weights))
         loss, gradients = self._sum_of_gradients(list(zip(picks, weights)), total)
         gradients = tree_map(self._shared, gradients)
@@ -118,7 +123,7 @@ class Trainer:
 
     def _loss(self, parameters: Any, lesson: Lesson, anchors: mx.array, weights: mx.array) -> mx.array:
         self.draft.update(tree_map(lambda p: p.astype(self._dtype), parameters))
-        drafter = Drafter(self.draft, self.head.embed, self.head.unembed, Dice())
+        drafter = Drafter(self.draft, self.head.embed, self.head.unembed, Dice(), block_size=weights.shape[1] + 1)
         logits = block_logits(drafter, lesson.features, anchors, lesson.tokens[anchors], self.recipe.checkpointed)
         return block_loss(logits, lesson, anchors, self.head.columns, (weights, self.weighting.soft))
 
