@@ -188,3 +188,20 @@ def test_loss_over_some_columns_counts_the_known_part_of_the_soft_targets(struct
 def test_senseless_recipes_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
         Recipe(**wrong)
+
+
+def test_two_machines_with_the_same_lessons_make_the_update_of_one(structure, monkeypatch):
+    def trained(group):
+        trainer = Trainer(make_draft(draft_config()), head_of(structure), Recipe(3, anchors=4, warmup=0), Weighting(), group)
+        losses = [trainer.step(i, [make_lesson(structure, 0), make_lesson(structure, 1)]) for i in range(3)]
+        return losses, dict(tree_flatten(trainer.draft.parameters()))
+
+    class Two:
+        def size(self):
+            return 2
+
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 2 * x)
+    (losses, alone), (others, together) = trained(None), trained(Two())
+    assert np.allclose(losses, others, atol=1e-5), f"{losses} against {others}"
+    for name, value in alone.items():
+        assert mx.allclose(value, together[name], atol=1e-5).item(), name
