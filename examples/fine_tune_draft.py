@@ -1,0 +1,22 @@
+"""Fine-tune a draft to a folder of source files. Run: python examples/fine_tune_draft.py [FOLDER]"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from mlx_dflash.train.__main__ import main as train
+
+TARGET, DRAFT = "demo", "demo"  # or a target and its draft: folders or hub repositories
+folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent)
+
+with tempfile.TemporaryDirectory() as work:
+    data, run = Path(work) / "data.jsonl", Path(work) / "run"
+
+    # The text as it is; to learn what the target would write about it instead, give prompts: see `train data --help`.
+    train(["data", "--model", TARGET, "--text", folder, "--out", str(data), "--max-length", "256"])
+
+    # Go on from the given draft, gently. Give --valid-data to see its acceptance on text of your own.
+    train(["fit", "--model", TARGET, "--data", str(data), "--out", str(run), "--init-draft", DRAFT, "--learning-rate", "1e-4",
+           "--steps", "10", "--warmup", "2", "--batch-size", "1", "--loss-vocab", "4096", "--valid-count", "0"])  # fmt: skip
+
+    print(*sorted(str(path.relative_to(run)) for path in (run / "last").iterdir()), sep="\n")
