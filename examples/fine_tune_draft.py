@@ -17,6 +17,6 @@ with tempfile.TemporaryDirectory() as work:
 
     # Go on from the given draft, gently. Give --valid-data to see its acceptance on text of your own.
     train(["fit", "--model", TARGET, "--data", str(data), "--out", str(run), "--init-draft", DRAFT, "--learning-rate", "1e-4",
-           "--steps", "10", "--warmup", "2", "--batch-size", "1", "--loss-vocab", "4096", "--valid-count", "0"])  # fmt: skip
+           "--steps", "10", "--warmup", "2", "--batch-size", "1", "--save-every", "5", "--valid-count", "0"])  # fmt: skip
 
     print(*sorted(str(path.relative_to(run)) for path in (run / "last").iterdir()), sep="\n")
