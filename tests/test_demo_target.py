@@ -114,7 +114,8 @@ def test_draft_folder_is_whole_and_small():
     assert index["weight_map"].keys() == weights.keys()
     assert config["quantization"] == {"bits": 8, "group_size": 64, "mode": "affine"}
     assert config["dflash_config"] == {"mask_token_id": 16, "target_layer_ids": [1, 8, 14, 20, 27]}
-    assert len(weights) == 3 + 11 * 3 + 2 * (1 + 7 * 3), "names: 36 tensors and scales and biases of 22 matrices"
+    assert len(weights) == 1 + 3 + 11 * 3 + 2 * (1 + 7 * 3), "names: d2t, 36 tensors and scales and biases of 22 matrices"
+    assert weights["d2t"].size == config["draft_vocab_size"] == 8192
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 15_000_000
     assert load_draft(str(folder)).config.target_layer_ids == (1, 8, 14, 20, 27)
     assert "Apache-2.0" in (folder / "README.md").read_text()
