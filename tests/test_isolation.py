@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
 from mlx_dflash.structure import Structure, tapped
-from mlx_dflash.target import Target
+from mlx_dflash.target import Target, probe
 
 
 def fingerprint(model):
@@ -68,6 +68,21 @@ def test_taps_are_gone_when_their_scope_ends(failing):
                 raise RuntimeError
     assert all(a is b for a, b in zip(model.layers, layers)), "a tap stands in the layer list"
     assert sorted(outputs) == [0, 3]
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU may round the same pass otherwise")
+def test_a_target_that_taps_change_by_a_hair_is_refused():
+    model = tiny_target()
+    kind = type(model.layers[0])
+
+    class Nosy(type(model)):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs) * (1 if type(self.layers[0]) is kind else 1 + 1e-6)
+
+    assert probe(model, [0, 2]) == 32
+    model.__class__ = Nosy
+    with pytest.raises(ValueError, match=r"tapping layers \[0, 2\] of .* changes its logits"):
+        probe(model, [0, 2])
 
 
 def test_a_closed_run_frees_its_caches():
