@@ -39,6 +39,8 @@ class Proposer(Protocol):
 
     def propose(self, anchor: int, num_drafts: int) -> mx.array: ...
 
+    def settle(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Emission:
@@ -192,15 +194,17 @@ class Session:
     def _leave(self, covered: int, last: int) -> None:
         """Let the caches cover this many tokens, the text as it was emitted, which ends with the token `last`."""
         self.dice.end(covered - self._confirmed - 1)
-        if self.target.length > covered:
-            self.target.commit(covered - self._confirmed)
-            self.drafter.rewind(covered)
-        elif self.settles and self.target.length == covered - 1:
-            with self._all_or_nothing():
-                scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
-                self.target.commit(1)
-                self.drafter.extend_context(scores.features)
-        if self.settles:
-            # What is pending could only be computed in this thread.
-            self.drafter.propose(last, 0)
-            self.target.settle()
+        try:
+            if self.target.length > covered:
+                self.target.commit(covered - self._confirmed)
+                self.drafter.rewind(covered)
+            elif self.settles and self.target.length == covered - 1:
+                with self._all_or_nothing():
+                    scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
+                    self.target.commit(1)
+                    self.drafter.extend_context(scores.features)
+        finally:
+            if self.settles:
+                # What is pending could only be computed in this thread.
+                self.drafter.settle()
+                self.target.settle()
