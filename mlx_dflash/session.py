@@ -6,6 +6,7 @@ Between rounds, the target's caches and the draft's context caches cover exactly
 but the last, the anchor. Knows tokens; knows nothing of text, of model families or of how a cache rolls back.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -108,8 +109,10 @@ class Session:
                 if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:
                     mx.clear_cache()
         finally:
-            with mx.stream(self.stream):
-                self._leave(covered, last)
+            # At the end of the process, whoever forgot to close this needs no caches, and MLX may be gone.
+            if not sys.is_finalizing():
+                with mx.stream(self.stream):
+                    self._leave(covered, last)
 
     def rounds(
         self,

@@ -1,9 +1,13 @@
 """C6, no trace: after any run the target is as it was; and runs side by side, in threads too, know nothing of each other."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.generate  # noqa: F401
@@ -83,6 +87,18 @@ def test_a_target_that_taps_change_by_a_hair_is_refused():
     model.__class__ = Nosy
     with pytest.raises(ValueError, match=r"tapping layers \[0, 2\] of .* changes its logits"):
         probe(model, [0, 2])
+
+
+def test_a_process_may_end_with_a_run_unfinished():
+    code = "\n".join([
+        "import mlx_dflash.api, mlx.core as mx",
+        "from harness import small_pair",
+        "model, draft = small_pair()",
+        "running = mlx_dflash.api.open_session(model, draft, mx.array([1, 2])).emit(mx.array([1, 2]))",
+        "next(running)",
+    ])  # fmt: skip
+    end = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert end.returncode == 0, f"the process ended with {end.returncode}"
 
 
 def test_a_closed_run_frees_its_caches():
