@@ -3,7 +3,8 @@
     draft -> verify -> accept -> commit
 
 Between rounds, the target's caches and the draft's context caches cover exactly the prompt and every emitted token
-but the last, the anchor. Knows tokens; knows nothing of text, of model families or of how a cache rolls back.
+but the last, the anchor; or what they lack is at hand for when they are next read. Knows tokens; knows nothing of
+text, of model families or of how a cache rolls back.
 """
 
 import sys
