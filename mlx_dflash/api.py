@@ -173,7 +173,7 @@ def open_session(
     drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, None if is_auto else block_size)
     target = Target(
         model, draft.config.target_layer_ids, caches, drafter.num_drafts + 1, draft.kernels,
-        quantization=quantization, length=drafter.context_length,
+        structure=structure, quantization=quantization, length=drafter.context_length,
     )  # fmt: skip
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     target.reserve(target.length + prompt.size + expected + draft.config.block_size)

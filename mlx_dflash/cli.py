@@ -58,15 +58,21 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-tokens", "-m", type=int, default=256, help="most tokens to generate, -1 for no limit (default: %(default)s)")
-    add("--temp", type=float, default=0.0, help="temperature; 0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: off)")
-    add("--min-p", type=float, default=0.0, help="least probability relative to the likeliest token (default: off)")
-    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens (default: off)")
+    add_filter_flags(parser)
     add("--xtc-probability", type=float, default=0.0, help="how often to exclude top choices (default: never)")
     add("--xtc-threshold", type=float, default=0.0, help="probability from which on a token is a top choice")
     add("--min-tokens-to-keep", type=int, default=1, help="least tokens that min-p keeps (default: %(default)s)")
     add("--seed", type=int, help="seed of the random numbers (default: a new one each time)")
     add("--stop-strings", nargs="+", default=(), help="end the text before the first of these")
+
+
+def add_filter_flags(parser: argparse._ActionsContainer) -> None:
+    """What a server takes, too, for requests that do not say."""
+    add = parser.add_argument
+    add("--temp", type=float, default=0.0, help="temperature; 0 is greedy (default)")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: off)")
+    add("--min-p", type=float, default=0.0, help="least probability relative to the likeliest token (default: off)")
+    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens (default: off)")
 
 
 def block_size(text: str) -> int | str:

@@ -161,7 +161,7 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
     borrows = "embed_tokens" not in draft or "lm_head" not in draft
     if borrows and row.shape[-1] != config.hidden_size:
         raise ValueError(f"the draft's hidden size is {config.hidden_size}, the target's embedding has width {row.shape[-1]}")
-    width = probe(model, config.target_layer_ids)
+    width = probe(model, config.target_layer_ids, structure)
     if width != config.target_hidden_size:
         raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
     if "d2t" in draft and "lm_head" not in draft:
@@ -177,7 +177,7 @@ def _rehearse(model: nn.Module, draft: DraftModel, structure: Structure) -> None
     """Compute rounds of a made-up text, so that all kernels are chosen and compiled before the first real round."""
     drafter = Drafter(draft, structure.embed, structure.unembed, Dice())
     block_size = drafter.num_drafts + 1
-    target = Target(model, draft.config.target_layer_ids, block_size=block_size, kernels=draft.kernels)
+    target = Target(model, draft.config.target_layer_ids, block_size=block_size, kernels=draft.kernels, structure=structure)
     target.prefill(mx.zeros((_REHEARSED_TOKENS,), mx.uint32), drafter.extend_context)
 
     def play(rows: int) -> None:

@@ -3,9 +3,11 @@
     draft -> verify -> accept -> commit
 
 Between rounds, the target's caches and the draft's context caches cover exactly the prompt and every emitted token
-but the last, the anchor. Knows tokens; knows nothing of text, of model families or of how a cache rolls back.
+but the last, the anchor; or what they lack is at hand for when they are next read. Knows tokens; knows nothing of
+text, of model families or of how a cache rolls back.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -38,6 +40,8 @@ class Proposer(Protocol):
     def rewind(self, length: int) -> None: ...
 
     def propose(self, anchor: int, num_drafts: int) -> mx.array: ...
+
+    def settle(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,10 @@ class Session:
                 if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:
                     mx.clear_cache()
         finally:
-            with mx.stream(self.stream):
-                self._leave(covered, last)
+            # At the end of the process, whoever forgot to close this needs no caches, and MLX may be gone.
+            if not sys.is_finalizing():
+                with mx.stream(self.stream):
+                    self._leave(covered, last)
 
     def rounds(
         self,
@@ -192,15 +198,17 @@ class Session:
     def _leave(self, covered: int, last: int) -> None:
         """Let the caches cover this many tokens, the text as it was emitted, which ends with the token `last`."""
         self.dice.end(covered - self._confirmed - 1)
-        if self.target.length > covered:
-            self.target.commit(covered - self._confirmed)
-            self.drafter.rewind(covered)
-        elif self.settles and self.target.length == covered - 1:
-            with self._all_or_nothing():
-                scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
-                self.target.commit(1)
-                self.drafter.extend_context(scores.features)
-        if self.settles:
-            # What is pending could only be computed in this thread.
-            self.drafter.propose(last, 0)
-            self.target.settle()
+        try:
+            if self.target.length > covered:
+                self.target.commit(covered - self._confirmed)
+                self.drafter.rewind(covered)
+            elif self.settles and self.target.length == covered - 1:
+                with self._all_or_nothing():
+                    scores = self.target.verify(last, mx.zeros((0,), mx.uint32))
+                    self.target.commit(1)
+                    self.drafter.extend_context(scores.features)
+        finally:
+            if self.settles:
+                # What is pending could only be computed in this thread.
+                self.drafter.settle()
+                self.target.settle()

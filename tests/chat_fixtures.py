@@ -2,7 +2,10 @@
 
 import mlx.core as mx
 import numpy as np
-from fixtures import byte_tokenizer, draft_config, draft_weights, save_draft, save_target, target_config, build_target
+import pytest
+from fixtures import build_target, byte_tokenizer, draft_config, draft_weights, save_draft, save_target, target_config
+
+from mlx_dflash.loading import load_draft
 
 EOS_ID = 257
 TEMPLATE = (
@@ -53,3 +56,13 @@ def save_pair(folder, template=TEMPLATE, more_tokens=()):
     tokenizer._tokenizer.add_tokens(list(more_tokens), special_tokens=True)
     config = {**config, "eos_token_id": EOS_ID}
     return save_target(folder / "target", model, config, tokenizer), chat_draft(folder / "draft", model)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return chat_target()[0]
+
+
+@pytest.fixture(scope="module")
+def draft(target, tmp_path_factory):
+    return load_draft(str(chat_draft(tmp_path_factory.mktemp("draft"), target)))

@@ -287,6 +287,11 @@ class OracleDrafter:
         if self._inner is not None:
             self._inner.rewind(length)
 
+    def settle(self):
+        """Evaluate what is pending."""
+        if self._inner is not None:
+            self._inner.settle()
+
     def propose(self, anchor, num_drafts=None):
         """The text behind the anchor (γ,) uint32, wrong at the slot where this round shall end.
 

@@ -259,7 +259,8 @@ def config(model_type, **changes):
 
 
 def build(model_type, seed=0, **changes):
-    """A model of this type with seeded float32 weights, evaluated, in eval mode."""
+    """A model of this type with seeded float32 weights, evaluated, in eval mode. Seeds mx.random, too."""
+    mx.random.seed(seed)  # some biases stay near random values that mlx gave them
     args = config(model_type, **changes)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     model = module.Model(module.ModelArgs.from_dict(args))

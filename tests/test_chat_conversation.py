@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from chat_fixtures import TEMPLATE, THINKING_TEMPLATE, chat_draft, chat_target
+from chat_fixtures import TEMPLATE, THINKING_TEMPLATE, chat_draft, chat_target, draft, target  # noqa: F401
 from fixtures import byte_tokenizer, plain_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,16 +12,6 @@ from mlx_dflash.chat.conversation import Conversation
 from mlx_dflash.chat.settings import Settings
 from mlx_dflash.loading import load_draft
 from mlx_dflash.prompt_cache import make_prompt_cache
-
-
-@pytest.fixture(scope="module")
-def target():
-    return chat_target()[0]
-
-
-@pytest.fixture(scope="module")
-def draft(target, tmp_path_factory):
-    return load_draft(str(chat_draft(tmp_path_factory.mktemp("draft"), target)))
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):

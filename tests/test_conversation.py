@@ -172,6 +172,31 @@ def test_an_exception_anywhere_in_a_round_leaves_the_caches_at_the_text(pair, pl
         check_caches(cache, model, draft, PROMPT + tokens, f"{place}, call {call}, after {len(tokens)} tokens")
 
 
+@pytest.mark.parametrize("taken", [1, 7, 18])
+def test_closing_while_nothing_is_drafted(pair, taken, monkeypatch):
+    model, draft = pair
+    cache, text = mlx_dflash.make_prompt_cache(model, draft), plain_tokens(model, PROMPT, taken)
+    generator = start(model, draft, cache, block_size=1)
+    assert [r.token for r in islice(generator, taken)] == text
+    generator.close()
+    check_caches(cache, model, draft, PROMPT + text, f"closed after {taken}")
+    check_next_turn(cache, model, draft, PROMPT + text, monkeypatch)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "draft pass"])
+def test_an_exception_while_nothing_is_drafted_leaves_the_caches_at_the_text(pair, place, after, monkeypatch):
+    model, draft = pair
+    cache, text = mlx_dflash.make_prompt_cache(model, draft), plain_tokens(model, PROMPT, 24)
+    generator = start(model, draft, cache, block_size=1)
+    # The context is projected at the prefill, with the last token of the prompt and, when enough rows wait, once more.
+    call = 3 if place == "context projection" else 20
+    fail_once(monkeypatch, *PLACES[place](model, mlx_dflash.api.Drafter), call, after)
+    tokens = run_into(Interrupted, generator)
+    assert tokens == text[: len(tokens)] and len(tokens) >= 8
+    check_caches(cache, model, draft, PROMPT + tokens, f"{place}, after {len(tokens)} tokens")
+
+
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
 def test_an_interrupt_during_the_prefill_leaves_the_caches_as_they_were(pair, call):
     model, draft = pair

@@ -56,6 +56,31 @@ def test_draft_logits_equal_the_reference(tmp_path, variant, num_context, mask_e
     assert drafter.context_length == num_context, "a proposal left a trace in the context"
 
 
+@pytest.mark.parametrize("variant", ["full", "sliding"])
+def test_a_pause_projects_seldom_and_leaves_the_same_context(tmp_path, variant, monkeypatch):
+    config = draft_config(**VARIANTS[variant])
+    weights = draft_weights(config)
+    features, embed, head = draft_inputs(config, 60)
+    drafter = make_drafter(tmp_path, config, weights, embed, head)
+    rows, calls, project = mx.array(features[None], mx.float32), [], drafter.draft.project_context
+    monkeypatch.setattr(type(drafter.draft), "project_context", lambda self, some, caches: calls.append(some.shape[1]) or project(some, caches))
+    drafter.extend_context(rows[:, :5])
+    for length in range(6, 61):
+        assert drafter.propose(7, 0).size == 0
+        drafter.extend_context(rows[:, length - 1 : length])
+        assert drafter.context_length == length
+        if length == 33:
+            for back in (32, 30, 27):  # the last of them is projected already, or not
+                assert drafter.can_rewind(back)
+                drafter.rewind(back)
+                assert drafter.context_length == back
+            drafter.extend_context(rows[:, 27:33])
+    assert len(calls) <= 2 + 61 // 16, f"{len(calls)} projections, of {calls} rows"
+    error = np.abs(np.array(drafter.draft_logits(7)) - reference_draft_logits(config, weights, features, 7, embed, head)).max()
+    assert error <= 1e-5, f"a proposal is off by {error}"
+    assert drafter.context_length == {c.offset for c in drafter.caches}.pop() == 60
+
+
 def test_context_kv_equal_the_reference(tmp_path):
     config = draft_config()
     weights = draft_weights(config)

@@ -32,10 +32,13 @@ def uncompiled():
     mx.enable_compile()
 
 
-def speculate(model, prompt, temperature, block_size, accepts):
-    """Run a session whose rounds keep `accepts` drafts in turn. Returns mlx-lm's tokens, ours, and the session."""
-    sampler = make_sampler(temp=temperature)
-    expected = plain_tokens(model, prompt, NEW_TOKENS, sampler, seed=SEED)
+def plain(model, prompt, temperature):
+    """mlx-lm's own tokens."""
+    return plain_tokens(model, prompt, NEW_TOKENS, make_sampler(temp=temperature), seed=SEED)
+
+
+def speculate(model, prompt, expected, sampler, block_size, accepts):
+    """Run a session whose rounds keep `accepts` drafts in turn. Returns our emissions and the session."""
     taps = [0, len(model.layers) - 2]
     target = Target(model, taps, block_size=block_size)
     drafter = OracleDrafter(prompt, expected, accepts, block_size - 1)
@@ -47,7 +50,7 @@ def speculate(model, prompt, temperature, block_size, accepts):
     except AssertionError as error:
         if "anchor" not in str(error):
             raise
-    return expected, emissions, session
+    return emissions, session
 
 
 def check_tokens(expected, emissions, sampler):
@@ -101,10 +104,10 @@ def check_caches(target, model, prompt, emitted):
             assert error <= 1e-4 * scale, f"cache {n}, a {type(cache).__name__}, {name}: off by {error:.2g} of {scale:.2g}"
 
 
-def check(model, prompt, temperature, block_size, accepts):
+def check(model, prompt, expected, sampler, block_size, accepts):
     """One run: its tokens, its caches, and that each round kept what the oracle wanted. Returns the target."""
-    expected, emissions, session = speculate(model, prompt, temperature, block_size, accepts)
-    if check_tokens(expected, emissions, make_sampler(temp=temperature)):
+    emissions, session = speculate(model, prompt, expected, sampler, block_size, accepts)
+    if check_tokens(expected, emissions, sampler):
         check_caches(session.target, model, prompt, expected)
         kept = {n for n, count in enumerate(session.stats.accepted) if count}
         wanted = set(accepts[: session.stats.num_rounds - 1])  # the last round may be cut
@@ -133,7 +136,8 @@ def test_tokens_and_caches_are_those_of_mlx_lm(model_type):
     index = models.TARGET_TYPES.index(model_type)
     probe(model, [0, 1])
     for temperature, prompt, block_size in RUNS[index % len(RUNS)]:
-        target = check(model, PROMPTS[prompt], temperature, block_size, some_accepts(block_size, index))
+        expected, sampler = plain(model, PROMPTS[prompt], temperature), make_sampler(temp=temperature)
+        target = check(model, PROMPTS[prompt], expected, sampler, block_size, some_accepts(block_size, index))
         assert target.way_back == models.way(model_type)
 
 
@@ -144,8 +148,9 @@ def test_tokens_and_caches_are_those_of_mlx_lm(model_type):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_number_of_kept_drafts(model_type, temperature, prompt, block_size):
     model = models.build(model_type)
+    expected, sampler = plain(model, PROMPTS[prompt], temperature), make_sampler(temp=temperature)
     for accepts in [[n] for n in range(block_size)] + [some_accepts(block_size, 0)]:
-        check(model, PROMPTS[prompt], temperature, block_size, accepts)
+        check(model, PROMPTS[prompt], expected, sampler, block_size, accepts)
 
 
 def test_table_holds_every_type_of_mlx_lm():

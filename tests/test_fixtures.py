@@ -188,6 +188,9 @@ def test_oracle_lets_a_real_drafter_see_everything():
         def rewind(self, length):
             calls.append(("rewind", length))
 
+        def settle(self):
+            calls.append("settle")
+
     oracle = OracleDrafter([1, 2], [7, 8, 9], inner=Recorder())
     oracle.extend_context(mx.zeros((1, 1, 2)))
     assert oracle.propose(2, 0).tolist() == []
@@ -195,4 +198,5 @@ def test_oracle_lets_a_real_drafter_see_everything():
     assert oracle.propose(mx.array([7]), 2).tolist() == [8, 9]
     assert oracle.can_rewind(1) and not oracle.can_rewind(0)
     oracle.rewind(1)
-    assert calls == [("extend", 1), ("propose", 2, 0), ("extend", 1), ("propose", 7, 2), ("rewind", 1)]
+    oracle.settle()
+    assert calls == [("extend", 1), ("propose", 2, 0), ("extend", 1), ("propose", 7, 2), ("rewind", 1), "settle"]

@@ -1,9 +1,13 @@
 """C6, no trace: after any run the target is as it was; and runs side by side, in threads too, know nothing of each other."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.generate  # noqa: F401
@@ -17,7 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
 from mlx_dflash.structure import Structure, tapped
-from mlx_dflash.target import Target
+from mlx_dflash.target import Target, probe
 
 
 def fingerprint(model):
@@ -68,6 +72,33 @@ def test_taps_are_gone_when_their_scope_ends(failing):
                 raise RuntimeError
     assert all(a is b for a, b in zip(model.layers, layers)), "a tap stands in the layer list"
     assert sorted(outputs) == [0, 3]
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU may round the same pass otherwise")
+def test_a_target_that_taps_change_by_a_hair_is_refused():
+    model = tiny_target()
+    kind = type(model.layers[0])
+
+    class Nosy(type(model)):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs) * (1 if type(self.layers[0]) is kind else 1 + 1e-6)
+
+    assert probe(model, [0, 2]) == 32
+    model.__class__ = Nosy
+    with pytest.raises(ValueError, match=r"tapping layers \[0, 2\] of .* changes its logits"):
+        probe(model, [0, 2])
+
+
+def test_a_process_may_end_with_a_run_unfinished():
+    code = "\n".join([
+        "import mlx_dflash.api, mlx.core as mx",
+        "from harness import small_pair",
+        "model, draft = small_pair()",
+        "running = mlx_dflash.api.open_session(model, draft, mx.array([1, 2])).emit(mx.array([1, 2]))",
+        "next(running)",
+    ])  # fmt: skip
+    end = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert end.returncode == 0, f"the process ended with {end.returncode}"
 
 
 def test_a_closed_run_frees_its_caches():

@@ -159,6 +159,14 @@ def test_embedding_and_head_are_the_targets_own_arrays():
     assert not [n for n, _ in tree_flatten(draft.parameters()) if "embed" in n]
 
 
+def test_the_structure_of_a_target_is_found_once_a_run(monkeypatch):
+    model, draft, find, found = tiny_target(), make_draft(), Structure.__init__, []
+    monkeypatch.setattr(Structure, "__init__", lambda self, of: found.append(of) or find(self, of))
+    for run in range(1, 3):
+        draft_run(model, draft, PROMPT, max_tokens=2)
+        assert found == [model] * run, f"{len(found)} times in {run} runs"
+
+
 def test_a_tied_target_lends_its_embedding_as_the_head():
     model = tiny_target(tie_word_embeddings=True)
     structure = Structure(model)

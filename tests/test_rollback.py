@@ -49,11 +49,17 @@ def arrays(caches):
     for cache in rollback.leaves(caches):
         if isinstance(cache, RotatingKVCache):
             found += cache.state[:2]
+        elif isinstance(cache, QuantizedKVCache):
+            found += [mx.dequantize(*part, cache.group_size, cache.bits) for part in cache.keys_and_values()]
         elif hasattr(cache, "keys_and_values"):
             found += [array for _, array in tree_flatten(cache.keys_and_values())] if cache.offset else []
         else:
             found += [array for _, array in tree_flatten(cache.__dict__) if isinstance(array, mx.array)]
     return [np.array(array.astype(mx.float32)) for array in found]
+
+
+def codes(caches):
+    return [part[0] for cache in caches if isinstance(cache, QuantizedKVCache) for part in cache.keys_and_values()]
 
 
 def assert_close(ours, theirs, tolerance=1e-4):
@@ -67,8 +73,8 @@ def assert_close(ours, theirs, tolerance=1e-4):
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "jamba"])
 def test_quantized_rows_begin_where_those_of_mlx_lm_do(model_type, start):
     model = models.build(model_type, head_dim=32, hidden_size=128)
-    # Quantized rows amplify the rounding of what jamba replays: in four bits now and then into other tokens.
-    bits, tolerance = (8, 5e-3) if model_type == "jamba" else (4, 1e-4)
+    # In four bits, rounding turns jamba's codes into their neighbours and these, now and then, its tokens into others.
+    bits = 8 if model_type == "jamba" else 4
     options = dict(kv_bits=bits, kv_group_size=32, quantized_kv_start=start)
     for prompt, step_size in ((PROMPT, 2048), (LONG_PROMPT, 9), ([3], 2048)):
         caches = make_prompt_cache(model)
@@ -77,8 +83,10 @@ def test_quantized_rows_begin_where_those_of_mlx_lm_do(model_type, start):
         assert tokens_of(running, prompt, step_size=step_size) == expected
         ours = running.target.caches
         assert [isinstance(c, QuantizedKVCache) for c in ours] == [isinstance(c, QuantizedKVCache) for c in caches]
-        unquantized = [c for c in ours if not isinstance(c, QuantizedKVCache)]
-        assert_close(arrays(unquantized), arrays([c for c in caches if not isinstance(c, QuantizedKVCache)]), tolerance)
+        # Where rounding changes a code, a row moves by a step, and what later layers keep by no more. The step, of the
+        # largest value:
+        same = all(mx.array_equal(a, b) for a, b in zip(codes(ours), codes(caches), strict=True))
+        assert_close(arrays(ours), arrays(caches), 1e-4 if same else 2 / (2**bits - 1))
 
 
 def test_caller_sees_the_quantized_caches():

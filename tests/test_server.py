@@ -1,15 +1,19 @@
 """The server, through the real OpenAI client: its answers are mlx-lm's, however they are asked for."""
 
+import argparse
 import json
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import mlx_lm.server
 import pytest
 from chat_fixtures import TEMPLATE, save_pair
 
 pytest.importorskip("openai")
 from server_fixtures import mlx_lm_server, our_server, wait_until
+
+from mlx_dflash.server import __main__ as command
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 TOOL_TEMPLATE = TEMPLATE + "{% if false %}<tool_call>{{ tool_call.name }}{% endif %}"
@@ -229,3 +233,21 @@ def test_key_limits_and_pages(pair):
         assert [m.id for m in models] == [str(pair[0])] and client.models.retrieve(models[0].id).object == "model"
         page = get(client, "metrics", "secret")
         assert 'mlx_dflash_requests_total{status="401"} 1' in page and "mlx_dflash_acceptance_length" in page
+
+
+def test_flags_default_to_what_they_are_in_mlx_lm(monkeypatch):
+    defaults, parse = [], argparse.ArgumentParser.parse_args
+
+    def stop(parser, *args):
+        defaults.append(vars(parse(parser, [])))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    for main in (mlx_lm.server.main, command.main):
+        with pytest.raises(KeyboardInterrupt):
+            main()
+    theirs, ours = defaults
+    # Ours has the block of the draft, an object where theirs has its text, and a number for no limit.
+    shared = (theirs.keys() & ours.keys()) - {"num_draft_tokens", "chat_template_args", "prompt_cache_bytes"}
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+    assert {"temp", "top_p", "top_k", "min_p", "max_tokens"} <= shared

@@ -4,7 +4,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from chat_fixtures import EOS_ID, SIZES, chat_draft, chat_target, save_pair
+from chat_fixtures import EOS_ID, SIZES, draft, save_pair, target  # noqa: F401
 from fixtures import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,6 @@ from mlx_lm.sample_utils import make_sampler
 
 pytest.importorskip("llguidance")
 from mlx_dflash.api import generate
-from mlx_dflash.loading import load_draft
 from mlx_dflash.structured import Grammars
 
 
@@ -24,16 +23,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def grammars(tokenizer):
     return Grammars(tokenizer, SIZES["vocab_size"])
-
-
-@pytest.fixture(scope="module")
-def target():
-    return chat_target()[0]
-
-
-@pytest.fixture(scope="module")
-def draft(target, tmp_path_factory):
-    return load_draft(str(chat_draft(tmp_path_factory.mktemp("draft"), target)))
 
 
 def write(target, tokenizer, draft, processor, seed=0, temp=1.0, max_tokens=200):

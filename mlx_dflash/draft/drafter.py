@@ -12,6 +12,9 @@ from ..dice import Dice
 from .model import ContextCache, DraftModel
 from .selector import best
 
+# Rows that a pause collects: enough to read the projections' weights seldom, few enough to catch up at once.
+_MOST_WAITING = 16
+
 
 class Drafter:
     """Proposes blocks for one sequence.
@@ -41,11 +44,26 @@ class Drafter:
         mask = draft.get("mask_embedding")
         mask = self._table(mx.array([[draft.config.mask_token_id]])) if mask is None else mask.reshape(1, 1, -1)
         self._mask_row = mask * draft.config.input_embedding_scale
+        self._num_idle = 0  # proposals of no drafts, one after the other
+        self._waiting: list[mx.array] = []  # features of committed tokens that the context caches do not cover yet
 
     @property
     def context_length(self) -> int:
-        """Number of committed tokens whose K/V the context caches cover."""
-        return self.caches[0].offset
+        """Number of committed tokens whose K/V the context caches cover, or will cover when they are read."""
+        return self._num_covered + self._num_waiting
+
+    @property
+    def _num_covered(self) -> int:
+        return min(cache.offset for cache in self.caches)
+
+    @property
+    def _is_paused(self) -> bool:
+        # The first proposal of no drafts belongs to the prompt's last token, with which the context covers the prompt.
+        return self._num_idle > 1
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(features.shape[1] for features in self._waiting)
 
     def reserve(self, tokens: int) -> None:
         """Make room for a context of this many tokens at the next growth."""
@@ -54,10 +72,23 @@ class Drafter:
 
     def extend_context(self, features: mx.array) -> None:
         """Append committed tokens. features: (1, S, T * D), the target's tap outputs for them."""
-        self.draft.project_context(features, self.caches)
-        if features.shape[1] > self.num_drafts + 1:
-            # A chunk of a prompt: pending, it would hold its features until the last chunk is read.
-            mx.eval([cache.keys for cache in self.caches], [cache.values for cache in self.caches])
+        self._waiting.append(features)
+        is_chunk = features.shape[1] > self.num_drafts + 1
+        if is_chunk or self._is_paused and self._num_waiting >= _MOST_WAITING:
+            # Pending, a chunk of a prompt would hold its features until the last one is read, a pause until it ends.
+            self.settle()
+        elif not self._is_paused:
+            self._catch_up()
+
+    def settle(self) -> None:
+        """Let the context caches cover all committed tokens, and evaluate them."""
+        self._catch_up()
+        mx.eval([cache.keys for cache in self.caches], [cache.values for cache in self.caches])
+
+    def _catch_up(self) -> None:
+        if self._num_waiting:
+            self.draft.project_context(mx.concatenate(self._waiting, axis=1), self.caches)
+        self._waiting = []
 
     def can_rewind(self, length: int) -> bool:
         """Whether the context can go back to covering the first `length` tokens only."""
@@ -65,8 +96,11 @@ class Drafter:
 
     def rewind(self, length: int) -> None:
         """Go back to a context of the first `length` tokens."""
+        covered = min(length, self._num_covered)
+        if self._waiting:
+            self._waiting = [mx.concatenate(self._waiting, axis=1)[:, : length - covered]]
         for cache in self.caches:
-            rows = cache.offset - length
+            rows = cache.offset - covered
             trimmed = cache.trim(rows)
             assert trimmed == rows, f"context cache gave back {trimmed} of {rows} rows"
 
@@ -80,9 +114,8 @@ class Drafter:
     def propose(self, anchor: int | mx.array, num_drafts: int) -> mx.array:
         """Return up to num_drafts draft tokens (γ,) uint32 that may follow the anchor; the context stays as it is."""
         num_drafts = min(num_drafts, self.num_drafts)
+        self._num_idle = 0 if num_drafts else self._num_idle + 1
         if num_drafts == 0:
-            # Nothing reads the context in this round; without an evaluation its pending appends would pile up.
-            mx.eval([cache.keys for cache in self.caches], [cache.values for cache in self.caches])
             return mx.zeros((0,), mx.uint32)
         config, anchor = self.draft.config, mx.array(anchor)
         hidden = self._hidden(anchor, num_drafts)
@@ -96,6 +129,7 @@ class Drafter:
 
     def _hidden(self, anchor: mx.array, num_drafts: int) -> mx.array:
         """(γ, H), the rows of a block from which the drafts are read."""
+        self._catch_up()
         return self.drafting_rows(self.draft(self.embed_blocks(anchor.reshape(1), num_drafts), self.caches))[0]
 
     def embed_blocks(self, anchors: mx.array, num_drafts: int) -> mx.array:

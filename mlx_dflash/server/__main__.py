@@ -7,7 +7,7 @@ import sys
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from ..cli import add_model_flags, block_options, user_errors
+from ..cli import add_filter_flags, add_model_flags, block_options, user_errors
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -22,10 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"])
     add("--chat-template", default="", help="chat template instead of the tokenizer's")
     add("--chat-template-args", type=json.loads, default={}, help="JSON object of options for the chat template")
-    add("--temp", type=float, default=0.0, help="temperature where a request names none (default: %(default)s)")
-    add("--top-p", type=float, default=1.0, help="(default: %(default)s)")
-    add("--top-k", type=int, default=0, help="(default: %(default)s)")
-    add("--min-p", type=float, default=0.0, help="(default: %(default)s)")
+    add_filter_flags(parser.add_argument_group("sampling", "where a request does not say"))
     add("--max-tokens", type=int, default=512, help="tokens of an answer where a request names no number (default: %(default)s)")
     add("--max-tokens-limit", type=int, default=32768, help="most tokens that a request may ask for (default: %(default)s)")
     add("--max-body-bytes", type=int, default=8 << 20, help="longest body of a request (default: %(default)s)")

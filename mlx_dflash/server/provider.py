@@ -26,9 +26,8 @@ class Provider(ModelProvider):
         if self.cli_args.chat_template:
             self.tokenizer.chat_template = self.cli_args.chat_template
             self.tokenizer.has_chat_template = True
-        if self.draft_model is not None:
-            check_pair(self.model, self.draft_model)
-        self.vocab_size = Structure(self.model).vocab_size
+        structure = Structure(self.model) if self.draft_model is None else check_pair(self.model, self.draft_model)
+        self.vocab_size = structure.vocab_size
         self.model_key = (model_path, adapter_path, draft_model_path)
 
     def load_default(self) -> None:
