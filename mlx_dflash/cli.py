@@ -104,7 +104,7 @@ def user_errors() -> Iterator[None]:
     """Turn errors of the user's into one line on stderr and exit status 2, Ctrl-C into status 130."""
     try:
         yield
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

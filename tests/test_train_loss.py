@@ -65,12 +65,13 @@ def reference_loss(config, weights, lesson, anchors, tables, decay, soft):
     return total / weight_sum
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING], ids=["full", "causal", "sliding"])
-def test_gradient_equals_a_difference_quotient_of_the_reference(structure, changes):
+def test_gradient_equals_a_difference_quotient_of_the_reference(structure, changes, checkpointed):
     config = draft_config(**changes)
     draft, lesson = make_draft(config), make_lesson(structure)
     decay, soft = 2.0, 0.3
-    trainer = Trainer(draft, head_of(structure), Recipe(1, anchors=4), Weighting(decay, soft))
+    trainer = Trainer(draft, head_of(structure), Recipe(1, anchors=4, checkpointed=checkpointed), Weighting(decay, soft))
     anchors = trainer.anchors(0, 0, lesson)
     slots = mx.array(Weighting(decay, soft).slots(5))
     weights = slot_weights(lesson, anchors, trainer.head.columns, slots)
@@ -205,3 +206,25 @@ def test_two_machines_with_the_same_lessons_make_the_update_of_one(structure, mo
     assert np.allclose(losses, others, atol=1e-5), f"{losses} against {others}"
     for name, value in alone.items():
         assert mx.allclose(value, together[name], atol=1e-5).item(), name
+
+
+def test_update_with_a_gradient_that_is_not_finite_is_refused_before_it_spoils_the_weights(structure, monkeypatch):
+    trainer = Trainer(make_draft(draft_config()), head_of(structure), Recipe(3, anchors=4), Weighting())
+    gradients = trainer._sum_of_gradients
+
+    def overflowing(work, total):
+        loss, slopes = gradients(work, total)
+        return loss, slopes | {"norm": {"weight": slopes["norm"]["weight"] * mx.inf}}
+
+    monkeypatch.setattr(trainer, "_sum_of_gradients", overflowing)
+    with pytest.raises(ValueError, match="gradient of norm"):
+        trainer.step(0, [make_lesson(structure)])
+    assert all(mx.isfinite(value).all().item() for value in trainer.state().values())
+
+
+def test_text_without_any_token_of_the_head_teaches_nothing(structure):
+    lesson = make_lesson(structure)
+    ids = np.setdiff1d(np.arange(97), np.array(lesson.tokens))
+    head = Head(structure.embed, lambda hidden: structure.unembed(hidden)[..., mx.array(ids)], Columns(ids, 97))
+    trainer = Trainer(make_draft(draft_config()), head, Recipe(3, anchors=4), Weighting())
+    assert trainer.step(0, [lesson]) == 0.0

@@ -11,49 +11,17 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from fixtures import build_target, byte_tokenizer, plain_tokens, save_target, target_config
+from fixtures import plain_tokens
+from training import WORDS, data, fit, fit_arguments, losses, place  # noqa: F401
 
 from mlx_dflash import load, load_draft, stream_generate
 from mlx_dflash.structure import Structure
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.corpus import FORMAT, CorpusWriter, Sample, read_corpus
+from mlx_dflash.train import features
 from mlx_dflash.train.features import LessonStore, Teacher
 from mlx_dflash.train.replay import replay
 from mlx_dflash.train.trainer import Trainer
-
-CONFIG = target_config("qwen3", vocab_size=258)
-WORDS = "one two three four five six seven eight nine ten".split()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a target, prompts and the target's answers."""
-    folder = tmp_path_factory.mktemp("train")
-    save_target(folder / "target", build_target(CONFIG), CONFIG, byte_tokenizer())
-    (folder / "prompts.txt").write_text("".join(f"say {word}\n" for word in WORDS))
-    data(folder)
-    return folder
-
-
-def data(folder, *more, out="data.jsonl"):
-    main(["data", "--model", str(folder / "target"), "--prompts", str(folder / "prompts.txt"), "--out", str(folder / out), "--max-tokens", "24", *more])
-
-
-def fit_arguments(folder, out, **changes):
-    flags = {
-        "model": folder / "target", "data": folder / "data.jsonl", "out": out, "size": "tiny", "block-size": 4, "steps": 12, "warmup": 3,
-        "save-every": 4, "valid-every": 6, "valid-count": 2, "anchors": 8, "batch-size": 2, "feature-dtype": "float32",
-    } | {key.replace("_", "-"): value for key, value in changes.items()}  # fmt: skip
-    return ["fit", *(text for key, value in flags.items() if value is not None for text in (f"--{key}", str(value)))]
-
-
-def fit(folder, out, **changes):
-    main(fit_arguments(folder, out, **changes))
-
-
-def losses(folder):
-    return [(line["step"], line["loss"]) for line in map(json.loads, (Path(folder) / "log.jsonl").read_text().splitlines()) if "loss" in line]
-
 
 def test_greedy_answers_are_the_targets_own_and_the_others_are_sampled(place):
     samples = list(read_corpus(place / "data.jsonl"))
@@ -181,7 +149,7 @@ def test_overfitting_one_text_reaches_full_acceptance(place, tmp_path, capsys):
     writer.append(sample)
     writer.close()
     fit(
-        place, tmp_path / "run", data=text, valid_data=text, steps=150, valid_every=150, save_every=150, batch_size=1, anchors=32,
+        place, tmp_path / "run", data=text, valid_count=0, steps=150, valid_every=150, save_every=150, batch_size=1, anchors=32,
         learning_rate=0.003, soft=0, save_dtype="float32",
     )  # fmt: skip
     model, tokenizer = load(str(place / "target"))
@@ -268,6 +236,22 @@ def test_interrupted_lessons_are_completed(place, tmp_path):
         LessonStore(tmp_path / "s", samples, mx.bfloat16, teacher.width, {"text": "y"})
 
 
+def test_lessons_hold_what_the_target_says_after_each_row_however_long_the_text(place, monkeypatch):
+    model, _ = load(str(place / "target"))
+    teacher = Teacher(model, Structure(model), [0, 2])
+    sample = next(s for s in read_corpus(place / "data.jsonl") if s.is_greedy)
+    whole = teacher.lesson(sample)
+    monkeypatch.setattr(features, "_STEP", 7)
+    parts = teacher.lesson(sample)
+    logits = np.array(model(mx.array([sample.tokens]))[0])
+    for lesson in (whole, parts):
+        said = np.take_along_axis(np.array(lesson.top_ids), np.array(lesson.top_logits).argmax(1)[:, None], 1)[:, 0]
+        assert said[sample.prompt_length - 1 : -1].tolist() == sample.tokens[sample.prompt_length :]
+        known = np.take_along_axis(logits, np.array(lesson.top_ids), 1)
+        assert np.abs(known - np.array(lesson.top_logits)).max() <= 1e-4
+    assert mx.abs(whole.features - parts.features).max().item() <= 1e-4
+
+
 def test_top_tokens_are_the_greatest_logits():
     from mlx_dflash.train.features import _greatest
 
@@ -327,7 +311,7 @@ def test_bad_prompts_are_refused_by_line(place, tmp_path, capsys, line, message)
     [
         ({"size": "small"}, "cannot be tapped 5 times"),
         ({"draft_vocab": 1}, "reduced vocabulary must have"),
-        ({"steps": 0, "visits": -1}, "--visits above 0"),
+        ({"steps": 1, "visits": 2}, "not allowed with argument --steps"),
         ({"block_size": 1}, "block_size"),
         ({"init_draft": "demo"}, "give one of them"),
     ],
@@ -363,9 +347,10 @@ def test_two_machines_share_the_work(place, tmp_path):
     launch = Path(sys.executable).with_name("mlx.launch")
     if not launch.exists():
         pytest.skip("mlx.launch is not installed")
-    arguments = fit_arguments(place, tmp_path / "run", steps=4, save_every=2)
+    # Of nine samples, one machine has five and the other four.
+    arguments = fit_arguments(place, tmp_path / "run", steps=None, visits=1, batch_size=1, valid_count=1, save_every=2)
     command = [launch, "-n", "2", "--backend", "ring", "--", sys.executable, "-m", "mlx_dflash.train", *arguments]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "on 2 machines" in done.stderr
+    assert "9 samples" in done.stderr and "of 4 done" in done.stderr and "on 2 machines" in done.stderr
     assert {p.name for p in (tmp_path / "run").iterdir()} >= {"lessons-0", "lessons-1", "checkpoint", "best", "last"}

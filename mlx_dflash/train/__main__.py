@@ -15,7 +15,10 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="step", required=True, metavar="data|fit|eval")
     for name, step in STEPS.items():
         summary = step.__doc__.splitlines()[0]
-        step.add_flags(commands.add_parser(name, help=summary, description=step.__doc__))
+        command = commands.add_parser(name, help=summary, description=step.__doc__)
+        command.add_argument("--model", required=True, help="target: a folder or hub repository, or demo")
+        command.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
+        step.add_flags(command)
     args = parser.parse_args(argv)
     with user_errors():
         STEPS[args.step].run(args)

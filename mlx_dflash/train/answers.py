@@ -19,6 +19,8 @@ from .corpus import Sample
 from .prompts import Prompt
 
 _AHEAD = 2  # batches of prompts that are waiting
+_READ = 8  # prompts read at a time
+_SAME = 0.1  # of the probability may lie elsewhere: rounding moves less, padding that is read much more
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,25 @@ class Style:
 
 
 def can_batch(model: Any) -> bool:
-    """Whether mlx-lm can run several sequences of a model at a time."""
-    return all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+    """Whether mlx-lm can run several sequences of a model at a time, and each as if it were alone."""
+    if not all(hasattr(cache, "merge") for cache in make_prompt_cache(model)):
+        return False
+    # Some recurrences read the padding of the shorter prompt.
+    prompts = [[1, 2], list(range(1, 9))]
+    together, alone = _chances(model, prompts), [_chances(model, [prompt])[0] for prompt in prompts]
+    return all(mx.abs(one - other).sum().item() < 2 * _SAME for one, other in zip(together, alone))
+
+
+def _chances(model: Any, prompts: list[list[int]]) -> list[mx.array]:
+    """The distributions (V,) behind prompts that run at the same time."""
+    generator = BatchGenerator(model, max_tokens=1)
+    places, found = generator.insert(prompts), {}
+    try:
+        while len(found) < len(prompts):
+            found |= {response.uid: mx.exp(response.logprobs.astype(mx.float32)) for response in generator.next_generated()}
+    finally:
+        generator.close()
+    return [found[place] for place in places]
 
 
 def batched_answers(model: Any, tokenizer: Any, todo: Sequence[tuple[int, Prompt]], style: Style, batch_size: int) -> Iterator[Sample]:
@@ -60,7 +79,8 @@ def batched_answers(model: Any, tokenizer: Any, todo: Sequence[tuple[int, Prompt
     answers: dict[int, list[int]] = {}
     sampler, greedy = style.sampler(), make_sampler(0.0)
     stop_tokens = [[token] for token in tokenizer.eos_token_ids]
-    generator = BatchGenerator(model, max_tokens=style.max_tokens, stop_tokens=stop_tokens, completion_batch_size=batch_size)
+    sizes = dict(completion_batch_size=batch_size, prefill_batch_size=min(batch_size, _READ))
+    generator = BatchGenerator(model, max_tokens=style.max_tokens, stop_tokens=stop_tokens, **sizes)
     try:
         while True:
             while len(asked) < _AHEAD * batch_size and (following := next(waiting, None)) is not None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import open_alone
+
 FORMAT = "mlx_dflash training text 1"
 
 
@@ -28,30 +30,40 @@ class Sample:
 
 
 class CorpusWriter:
-    """Appends samples to a file. sources: those that it holds already.
+    """Appends samples to a file. sources: numbers of those that it holds, with the ids of their prompts.
 
-    header: what the samples depend on; vocab_size (int) is needed. Raises ValueError if the file has another header.
+    header: what the samples depend on; vocab_size (int) is needed. Raises ValueError if the file has another header,
+    or is no training text.
     """
 
     def __init__(self, path: str | Path, header: dict[str, Any]):
         self.path = Path(path)
-        self.sources: set[int] = set()
+        self.sources: dict[int, list[int]] = {}
         self.num_tokens = 0
-        header = {"format": FORMAT, **header}
-        if self.path.exists() and self.path.stat().st_size:
-            _drop_broken_end(self.path)
-        if self.path.exists() and self.path.stat().st_size:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open_alone(self.path)
+        try:
+            self._go_on({"format": FORMAT, **header})
+        except ValueError:
+            self._file.close()
+            raise
+
+    def _go_on(self, header: dict[str, Any]) -> None:
+        """Check and count what is in the file, which is nothing or a header and samples, the last one perhaps in part."""
+        content = self.path.read_bytes()
+        if b"\n" in content:
             found = read_header(self.path)
             if found != header:
                 keys = sorted(key for key in found.keys() | header.keys() if found.get(key) != header.get(key))
                 told = "; ".join(f"{key} {found.get(key)!r}, now {header.get(key)!r}" for key in keys)
                 raise ValueError(f"{self.path} was begun with {told}; choose another file to write to")
+            self._file.truncate(content.rfind(b"\n") + 1)
             for sample in read_corpus(self.path):
                 self._count(sample)
-            self._file = self.path.open("a", encoding="utf-8")
         else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8")
+            if not _line(header).encode().startswith(content):
+                read_header(self.path)
+            self._file.truncate(0)
             self._write(header)
 
     def append(self, sample: Sample) -> None:
@@ -64,17 +76,21 @@ class CorpusWriter:
         self._file.close()
 
     def _count(self, sample: Sample) -> None:
-        self.sources.add(sample.source)
+        self.sources[sample.source] = sample.tokens[: sample.prompt_length]
         self.num_tokens += len(sample.tokens) - sample.prompt_length
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.write(_line(line))
         self._file.flush()
+
+
+def _line(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
     """Read the first line of a file of samples. Raises ValueError if it is none."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         line = file.readline()
     try:
         header = json.loads(line)
@@ -82,13 +98,15 @@ def read_header(path: str | Path) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path} is no training text: line 1 must say {FORMAT!r}; make one with: python -m mlx_dflash.train data")
+    if type(header.get("vocab_size")) is not int:
+        raise ValueError(f"{path}, line 1: vocab_size must be a number, got {header.get('vocab_size')!r}")
     return header
 
 
 def read_corpus(path: str | Path) -> Iterator[Sample]:
     """Read the samples of a file. Raises ValueError that names the line for anything malformed."""
     vocab_size = read_header(path)["vocab_size"]
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         next(file)
         for number, line in enumerate(file, 2):
             try:
@@ -109,11 +127,3 @@ def _sample(fields: Any, vocab_size: int) -> Sample:
     if type(length) is not int or not 0 < length <= len(tokens):
         raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {length!r}")
     return sample
-
-
-def _drop_broken_end(path: Path) -> None:
-    """Cut off a last line that was not written to its end."""
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)

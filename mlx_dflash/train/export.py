@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 import mlx_dflash
 
 from ..draft.model import DraftModel
-from .run import replaced
+from .files import replaced, save_arrays
 
 
 def save_draft(folder: Path, draft: DraftModel, config: dict[str, Any], facts: dict[str, Any], dtype: str = "bfloat16") -> None:
@@ -23,8 +23,8 @@ def save_draft(folder: Path, draft: DraftModel, config: dict[str, Any], facts: d
         name: value.astype(element) if mx.issubdtype(value.dtype, mx.floating) else value for name, value in tree_flatten(draft.parameters())
     }
     with replaced(folder) as part:
-        mx.save_safetensors(str(part / "model.safetensors"), weights, metadata={"format": "pt"})
-        config = {**config, "dtype": dtype}
+        save_arrays(part / "model.safetensors", weights)
+        config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (part / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4) + "\n")
         (part / "README.md").write_text(_card(draft, facts), encoding="utf-8")
 

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..structure import Structure, features_of, tapped
 from .corpus import Sample
+from .files import write_whole
 
 TOP = 8  # tokens of the target's distribution that are kept
 _STEP = 512  # tokens of a pass: bounds the logits that exist at a time
@@ -35,6 +36,11 @@ class Lesson:
     features: mx.array
     top_ids: mx.array
     top_logits: mx.array
+
+    @property
+    def num_anchors(self) -> int:
+        """Tokens of the answer that another one follows."""
+        return self.tokens.size - 1 - self.prompt_length
 
 
 class Teacher:
@@ -95,7 +101,7 @@ class LessonStore:
         folder.mkdir(parents=True, exist_ok=True)
         about, description = folder / "about.json", {**description, "dtype": str(dtype)}
         if not about.exists():
-            about.write_text(json.dumps(description))
+            write_whole(about, json.dumps(description))
         found = json.loads(about.read_text())
         if found != description:
             raise ValueError(f"{folder} holds lessons of {found}, not of {description}; remove it or choose another folder")

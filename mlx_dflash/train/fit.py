@@ -21,7 +21,7 @@ from ..structure import Structure
 from .export import save_draft
 from .features import Teacher
 from .loss import Columns, Weighting
-from .material import FreshLessons, Material, coverage, frequent, order_of_visit, read_material, stored_lessons, unused_token
+from .material import FreshLessons, Material, frequent, order_of_visit, read_material, stored_lessons, unused_token
 from .replay import replay
 from .run import RunFolder
 from .shape import SIZES, draft_config, initialize
@@ -36,22 +36,25 @@ class Fit:
 
     def __init__(self, args: argparse.Namespace, group: Any):
         self.args, self.group = args, group
-        self.model, self.tokenizer = load(args.model)
+        self.model, self.tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
         self.structure = Structure(self.model)
         material = read_material(args.data, args.valid_data, args.valid_count, args.max_length, self.structure.vocab_size)
         self.counts = material.counts(self.structure.vocab_size)
-        self.material = replace(material, learned=material.learned[group.rank() :: group.size()])
-        if not self.material.learned:
-            raise ValueError(f"{len(material.learned)} samples are too few for {group.size()} machines")
+        rank, machines = group.rank(), group.size()
+        if len(material.learned) < machines:
+            raise ValueError(f"{len(material.learned)} samples are too few for {machines} machines")
+        self.num_learned, self.num_tokens = len(material.learned), int(self.counts.sum())
+        # The first machine alone is the one that measures.
+        self.material = replace(material, learned=material.learned[rank::machines], measured=material.measured if rank == 0 else [])
         self.config, self.draft, self.origin = self._draft()
         check_pair(self.model, self.draft)
         self.teacher = Teacher(self.model, self.structure, self.draft.config.target_layer_ids)
-        self.run = RunFolder(args.out, settings_of(args) | {"text": material.fingerprint(), "machines": group.size()})
+        self.settings = settings_of(args) | {"fingerprint of the text": material.fingerprint(), "machines": machines}
         self.best, self.step = 0.0, 0
 
     def steps_of_visits(self, visits: float) -> int:
-        """Updates in which each sample comes so often."""
-        return max(1, round(visits * len(self.material.learned) / self.args.batch_size))
+        """Updates in which each sample comes so often; the same number on every machine."""
+        return max(1, round(visits * self.num_learned / (self.args.batch_size * self.group.size())))
 
     # The draft.
 
@@ -66,11 +69,11 @@ class Fit:
             size = SIZES[args.size or "small"]
             config = draft_config(self.structure, getattr(self.model, "args", None), size, unused_token(self.counts, self.tokenizer))
             weights, origin = None, ""
-        if args.block_size:
+        if args.block_size is not None:
             config = _with(config, block_size=args.block_size)
         if weights is None:
             weights, origin = self._first_weights(config)
-        if args.draft_vocab:
+        if args.draft_vocab is not None:
             config, weights = self._reduced(config, weights)
         return config, build_draft(config, weights, Path(args.init_draft or args.out)), origin
 
@@ -97,7 +100,7 @@ class Fit:
         return _floats(draft), f"target layers {told}"
 
     def _reduced(self, config: dict[str, Any], weights: dict[str, mx.array]) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        if "d2t" in weights or "lm_head" in weights:
+        if "d2t" in weights or "lm_head.weight" in weights:
             raise ValueError("--draft-vocab needs a draft that borrows the target's whole head")
         ids = frequent(self.counts, self.args.draft_vocab, self._special())
         d2t = mx.array((ids - np.arange(len(ids))).astype(np.int32))
@@ -110,7 +113,7 @@ class Fit:
         """What the draft borrows, with as many columns as the loss shall have."""
         structure, vocab_size = self.structure, self.structure.vocab_size
         ids = self.draft.token_ids
-        if self.args.loss_vocab:
+        if self.args.loss_vocab is not None:
             if ids is not None or "lm_head" in self.draft:
                 raise ValueError("--loss-vocab needs a draft that borrows the target's whole head")
             ids = mx.array(frequent(self.counts, self.args.loss_vocab, self._special()).astype(np.uint32))
@@ -122,10 +125,15 @@ class Fit:
     def trainer(self, recipe: Recipe, weighting: Weighting) -> Trainer:
         """Make the trainer, in the state of the last checkpoint if there is one."""
         trainer = Trainer(self.draft, self._head(), recipe, weighting, self.group)
+        # Only now, when nothing is left to refuse, is a folder begun.
+        self.run = RunFolder(self.args.out, self.settings, is_writer=self.group.rank() == 0)
         found = self.run.load()
         if found is not None:
             trainer.restore(found[0])
             self.step, self.best = found[1]["step"], found[1]["best"]
+        total = trainer.shared(mx.array(self.step)).item()
+        if total != self.step * self.group.size():
+            raise ValueError(f"this machine found a checkpoint of update {self.step} in {self.args.out}, others another one; all need the same folder")
         return trainer
 
     def train(self, trainer: Trainer, bar: Bar) -> None:
@@ -134,7 +142,7 @@ class Fit:
         args, recipe = self.args, trainer.recipe
         if self.step == 0:
             self._validate(measured)
-        tokens, began, losses = 0, time.perf_counter(), []
+        tokens, blocks, began, losses = 0, 0, time.perf_counter(), []
         with bar(recipe.steps, "training", "update") as shown:
             shown.update(self.step)
             while self.step < recipe.steps:
@@ -143,18 +151,19 @@ class Fit:
                 losses.append(trainer.step(self.step, lessons))
                 self.step += 1
                 tokens += sum(lesson.tokens.size for lesson in lessons)
+                blocks += sum(min(recipe.anchors, lesson.num_anchors) for lesson in lessons)
                 shown.update()
                 shown.set_postfix_str(f"loss {losses[-1]:.3f}, {self.best:.2f} tokens a round")
                 is_last = self.step == recipe.steps
                 if self.step % args.save_every == 0 or is_last:
                     seconds = time.perf_counter() - began
-                    blocks = recipe.batch_size * recipe.anchors * len(losses)
                     self._note(loss=float(np.mean(losses)), tokens_per_second=tokens / seconds, blocks_per_second=blocks / seconds)
-                    tokens, began, losses = 0, time.perf_counter(), []
+                    tokens, blocks, began, losses = 0, 0, time.perf_counter(), []
                     mx.clear_cache()
                 if self.step % args.valid_every == 0 or is_last:
+                    paused = time.perf_counter()
                     self._validate(measured)
-                    began = time.perf_counter()
+                    began += time.perf_counter() - paused
                 if self.step % args.save_every == 0 or is_last:
                     self._save(trainer)
 
@@ -175,21 +184,19 @@ class Fit:
         """Measure the acceptance on text that was not learned; keep the draft if it is the best so far."""
         if self.group.rank() != 0:
             return
-        facts = {}
+        facts, names = {}, ["last"]
         if self.material.measured:
             lessons = [measured.lesson(i) for i in range(len(self.material.measured))]
             stats = replay(self.draft, self.structure, lessons, self.args.valid_tokens)
             self._note(acceptance_length=stats.acceptance_length, histogram=stats.accepted)
             facts = {"tokens per target pass": f"{stats.acceptance_length:.2f} (greedy, {len(lessons)} held-out answers)"}
-        reached = stats.acceptance_length if facts else 0.0
-        names = ["last"] if self.step and reached <= self.best else ["best", "last"]
-        self.best = max(self.best, reached)
+            if stats.acceptance_length > self.best:
+                self.best, names = stats.acceptance_length, ["best", "last"]
         for name in names:
             save_draft(self.run.path / name, self.draft, self.config, self._facts() | facts, self.args.save_dtype)
 
     def _facts(self) -> dict[str, Any]:
-        learned = sum(len(s.tokens) - s.prompt_length for s in self.material.learned) * self.group.size()
-        return {"target": self.args.model, "trained on": f"{learned} tokens of answers, {self.step} updates", "first weights": self.origin}
+        return {"target": self.args.model, "trained on": f"{self.num_tokens} tokens of answers, {self.step} updates", "first weights": self.origin}
 
     def _note(self, **line: Any) -> None:
         if self.group.rank() == 0:
@@ -201,18 +208,18 @@ class Fit:
 
     # What is told.
 
-    def plan(self, recipe: Recipe) -> str:
+    def plan(self, trainer: Trainer) -> str:
         """What will be done, in a few lines."""
-        config, material = self.draft.config, self.material
+        config, material, recipe = self.draft.config, self.material, trainer.recipe
         lines = [
             f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, from {self.origin}",
-            f"data: {len(material.learned)} samples, {len(material.measured)} held out, {material.num_left_out} too short",
+            f"data: {self.num_learned} samples, {len(material.measured)} held out, {material.num_left_out} left out: too short, or also held out",
             f"updates: {self.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, on {self.group.size()} machines",
         ]
-        ids = self.draft.token_ids
-        if ids is not None:
-            share = coverage(material.learned, np.array(ids), config.vocab_size)
-            lines.append(f"head: {ids.size} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
+        _, known = map(np.array, trainer.head.columns.of(mx.arange(config.vocab_size)))
+        if not known.all():
+            share = self.counts[known].sum() / max(1, self.num_tokens)
+            lines.append(f"head: {known.sum()} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
         return "\n".join(lines)
 
     def report(self, seconds: float) -> str:
@@ -221,13 +228,13 @@ class Fit:
         losses = [line["loss"] for line in log if "loss" in line]
         reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
         speeds = [line for line in log if "blocks_per_second" in line]
-        lines = [f"{self.step} updates in {seconds:.0f} s; loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
+        lines = [f"{self.step} updates, {seconds:.0f} s; loss " + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])]
         if speeds:
             blocks, tokens = (np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens"))
             lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
         if reached:
             lines.append("tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:]))
-        lines.append(f"drafts: {self.run.path / 'best'} and {self.run.path / 'last'}")
+        lines.append("drafts: " + " and ".join(str(path) for path in self.run.drafts()))
         return "\n".join(lines)
 
 

@@ -4,7 +4,6 @@ Knows the files of training text and the teacher; knows nothing of the draft's w
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +48,12 @@ class Material:
 def read_material(paths: Sequence[str], valid: str | None, count: int, max_length: int, vocab_size: int) -> Material:
     """Read training text; take `count` greedy samples to be measured on, from the file `valid` or out of the others.
 
-    Samples are cut to max_length tokens; those that then have less than two tokens of an answer are left out. Raises
-    ValueError for a file of another target's vocabulary, and where nothing is left.
+    Samples are cut to max_length tokens; left out are those that then have less than two tokens of an answer, and those
+    with the tokens of one that is measured. Raises ValueError for a file of another target's vocabulary or given twice,
+    and where nothing is left.
     """
+    if len({Path(path) for path in paths}) != len(paths):
+        raise ValueError(f"--data names a file twice: {', '.join(paths)}")
     for path in [*paths, *([valid] if valid else [])]:
         found = read_header(path)["vocab_size"]
         if found != vocab_size:
@@ -63,7 +65,6 @@ def read_material(paths: Sequence[str], valid: str | None, count: int, max_lengt
 
     everything = [sample for path in paths for sample in read_corpus(path)]
     learned = usable(everything)
-    left_out = len(everything) - len(learned)
     if valid:
         measured = [s for s in usable(list(read_corpus(valid))) if s.is_greedy][:count]
         if not measured and count:
@@ -71,12 +72,14 @@ def read_material(paths: Sequence[str], valid: str | None, count: int, max_lengt
     else:
         greedy = [i for i, s in enumerate(learned) if s.is_greedy]
         # Evenly from the whole, and never so many that little is left to learn from.
-        chosen = set(greedy[:: max(1, len(greedy) // max(1, count))][: min(count, len(learned) // 5)])
-        measured = [learned[i] for i in sorted(chosen)]
-        learned = [s for i, s in enumerate(learned) if i not in chosen]
+        count = min(count, len(greedy), len(learned) // 5)
+        measured = [learned[greedy[i * len(greedy) // count]] for i in range(count)]
+    held_out = {tuple(s.tokens) for s in measured}
+    learned = [s for s in learned if tuple(s.tokens) not in held_out]
     if not learned:
-        raise ValueError(f"{', '.join(paths)}: no answer of two tokens or more to learn from")
-    return Material(learned, measured, left_out)
+        raise ValueError(f"{', '.join(paths)}: no answer, of two tokens or more below --max-length and not held out, to learn from")
+    num_others = 0 if valid else len(measured)
+    return Material(learned, measured, len(everything) - len(learned) - num_others)
 
 
 class FreshLessons:
@@ -118,20 +121,13 @@ def frequent(counts: np.ndarray, size: int, special: Sequence[int]) -> np.ndarra
     special_ids = sorted({i for i in special if 0 <= i < len(counts)})
     if not len(special_ids) < size < len(counts):
         raise ValueError(f"a reduced vocabulary must have {len(special_ids) + 1} to {len(counts) - 1} tokens, got {size}")
-    ranked = [i for i in np.argsort(-counts, kind="stable") if i not in set(special_ids)]
+    ranked = np.argsort(-counts, kind="stable")
+    ranked = ranked[~np.isin(ranked, special_ids)]
     return np.array(sorted([*special_ids, *ranked[: size - len(special_ids)]]), np.int64)
 
 
 def unused_token(counts: np.ndarray, tokenizer: Any) -> int:
     """A token to stand for the mask: one that no text holds, of the special ones if there is such a one."""
     special = sorted(i for i in tokenizer.get_added_vocab().values() if i < len(counts) and i not in tokenizer.eos_token_ids)
-    candidates = [i for i in special if counts[i] == 0] or [int(i) for i in np.argsort(counts, kind="stable")]
-    return candidates[-1] if candidates[0] in special else candidates[0]
-
-
-def coverage(samples: Sequence[Sample], ids: np.ndarray, vocab_size: int) -> float:
-    """Share of the answers' tokens that are among ids."""
-    known = np.zeros(vocab_size, bool)
-    known[ids] = True
-    counts = Counter(bool(known[token]) for s in samples for token in s.tokens[s.prompt_length :])
-    return counts[True] / max(1, counts.total())
+    unused = [i for i in special if counts[i] == 0]
+    return unused[-1] if unused else int(np.argmin(counts))

@@ -4,10 +4,12 @@ Knows file formats and the tokenizer's chat template; knows nothing of models.
 """
 
 import json
-from collections.abc import Iterator
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2.exceptions import TemplateError
 
 _KEYS = ("prompt", "messages", "text")
 
@@ -39,11 +41,17 @@ def read_texts(path: str | Path, tokenizer: Any, length: int) -> list[Prompt]:
     the line for anything malformed, and for a place without text.
     """
     path = Path(path)
-    if path.suffix == ".jsonl":
+    if path.is_dir():
+        texts = {file: _text_of(file) for file in sorted(path.rglob("*")) if file.is_file()}
+        if others := [file for file, text in texts.items() if text is None]:
+            print(f"{path}: {len(others)} of {len(texts)} files are no UTF-8 text and are left out, as {others[0]}", file=sys.stderr)
+        found = [Prompt(tokenizer.encode(text), 1) for text in texts.values() if text]
+    elif path.suffix == ".jsonl":
         found = _read(path, tokenizer, is_answered=True)
+    elif (text := _text_of(path)) is None:
+        raise ValueError(f"{path} is no UTF-8 text")
     else:
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        found = [Prompt(tokenizer.encode(text), 1) for file in files if (text := _text_of(file, must=not path.is_dir()))]
+        found = [Prompt(tokenizer.encode(text), 1)]
     pieces = [
         Prompt(p.ids[start : start + length], max(1, p.length - start), p.kind)
         for p in found
@@ -56,26 +64,24 @@ def read_texts(path: str | Path, tokenizer: Any, length: int) -> list[Prompt]:
     return pieces
 
 
-def _text_of(file: Path, must: bool) -> str:
-    """The text of a file; "" for one that holds none, unless it must."""
+def _text_of(file: Path) -> str | None:
+    """The text of a file, None if it is no UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        if must:
-            raise ValueError(f"{file} is no UTF-8 text: {error}") from error
-        return ""
+    except UnicodeDecodeError:
+        return None
 
 
 def _read(path: Path, tokenizer: Any, is_answered: bool) -> list[Prompt]:
     prompts = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+                entry = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.decode().strip()}
                 prompts.append(_prompt(entry, tokenizer, is_answered))
-            except ValueError as error:
+            except (ValueError, TemplateError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
@@ -103,7 +109,8 @@ def _prompt(entry: Any, tokenizer: Any, is_answered: bool) -> Prompt:
     asked = render(tokenizer, messages[:-1] if is_answered else messages)
     if not is_answered:
         return Prompt(asked, len(asked), kind)
-    whole = asked + tokenizer.encode(messages[-1]["content"], add_special_tokens=False) + sorted(tokenizer.eos_token_ids)[:1]
+    end = tokenizer.eos_token_id  # of those that end a text, the one that ends an answer
+    whole = asked + tokenizer.encode(messages[-1]["content"], add_special_tokens=False) + ([] if end is None else [end])
     return Prompt(whole, len(asked), kind)
 
 

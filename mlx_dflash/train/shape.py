@@ -45,11 +45,15 @@ def draft_config(structure: Structure, args: Any, size: Size, mask_token_id: int
     """Return config.json, in z-lab's layout, of a draft for a target. args: the target's own configuration."""
     width = structure.embed(mx.array([[0]])).shape[-1]
 
+    text = _get(args, "text_config")
+    places = (args, text, _get(text, "rope_parameters"))
+
     def of_target(key: str, default: Any) -> Any:
-        for place in (args, getattr(args, "text_config", None)):
-            value = place.get(key) if isinstance(place, dict) else getattr(place, key, None)
-            if isinstance(value, type(default)) and not isinstance(value, bool) and value:
-                return value
+        for place in places:
+            value = _get(place, key)
+            # A config may write a float as an integer.
+            if isinstance(value, (int, type(default))) and not isinstance(value, bool) and value:
+                return type(default)(value)
         return default
 
     head_dim = of_target("head_dim", 0) or width // of_target("num_attention_heads", max(1, width // 64))
@@ -79,6 +83,10 @@ def draft_config(structure: Structure, args: Any, size: Size, mask_token_id: int
         "tie_word_embeddings": True,
         "vocab_size": structure.vocab_size,
     }
+
+
+def _get(place: Any, key: str) -> Any:
+    return place.get(key) if isinstance(place, dict) else getattr(place, key, None)
 
 
 def initialize(draft: DraftModel, structure: Structure, seed: int = 0) -> list[int | None]:

@@ -10,7 +10,6 @@ from typing import Any
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this step."""
     add = parser.add_argument
-    add("--model", required=True, help="target: a folder or hub repository, or demo")
     add("--draft-model", required=True, nargs="+", metavar="DRAFT", help="drafts to measure side by side: folders or hub repositories, or demo")
     add("--prompts", help="file of prompts, as for: train data (default: the built-in ones)")
     add("--num-prompts", type=int, help="use so many of them, evenly chosen (default: all)")
@@ -31,9 +30,9 @@ def run(args: argparse.Namespace) -> None:
     from ..api import stream_generate
     from ..loading import load, load_draft
 
-    if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts or 1) < 1:
+    if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts is not None and args.num_prompts < 1):
         raise ValueError(f"--max-tokens must be 2 or more, --num-prompts 1 or more, --temp not negative; got {args.max_tokens}, {args.num_prompts}, {args.temp}")
-    model, tokenizer = load(args.model)
+    model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
     drafts = dict(zip(_short_names(args.draft_model), map(load_draft, args.draft_model)))
     cases = _cases(args, tokenizer)
     pair = SimpleNamespace(model=model, tokenizer=tokenizer, cases=cases)
@@ -69,7 +68,7 @@ def _cases(args: argparse.Namespace, tokenizer: Any) -> list[tuple[str, list[int
 
 def _short_names(paths: list[str]) -> list[str]:
     """The drafts' names: the last parts of their paths that tell them apart."""
-    if len(set(paths)) != len(paths):
+    if len({Path(path) for path in paths}) != len(paths):
         raise ValueError(f"--draft-model names a draft twice: {', '.join(paths)}")
     for parts in range(1, max(len(Path(p).parts) for p in paths) + 1):
         names = ["/".join(Path(p).parts[-parts:]) for p in paths]

@@ -14,7 +14,6 @@ from .trainer import Recipe
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this step."""
     add = parser.add_argument
-    add("--model", required=True, help="target: a folder or hub repository, or demo")
     add("--data", required=True, nargs="+", metavar="FILE", help="training text, as written by: train data")
     add("--out", required=True, help="folder of the run: checkpoint, log, and the drafts in best/ and last/")
     _add_shape_flags(parser.add_argument_group("the draft"))
@@ -41,13 +40,14 @@ def _add_shape_flags(group: Any) -> None:
 
 def _add_recipe_flags(group: Any) -> None:
     add = group.add_argument
-    add("--steps", type=int, help="updates (default: as many as --visits makes)")
-    add("--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help="updates (default: as many as --visits makes)")
+    length.add_argument("--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)")
     add("--batch-size", type=int, default=4, help="samples of an update (default: %(default)s)")
     add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
     add("--block-sizes", type=int, nargs="+", metavar="N", help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)")
     add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
-    add("--warmup", type=int, default=100, help="updates in which it rises (default: %(default)s)")
+    add("--warmup", type=int, default=100, help="updates in which it rises, at most all but the last (default: %(default)s)")
     add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
     add("--clip", type=float, default=1.0, help="greatest norm of a gradient (default: %(default)s)")
     add("--decay", type=float, default=3.0, help="slots in which a slot's weight falls by a factor e (default: %(default)s)")
@@ -64,27 +64,29 @@ def run(args: argparse.Namespace) -> None:
 
     from .fit import Fit
 
-    for name in ("max_length", "valid_every", "save_every", "valid_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
-    if args.valid_count < 0 or args.visits <= 0:
-        raise ValueError(f"--valid-count must not be negative and --visits above 0, got {args.valid_count} and {args.visits}")
+    for name, least in (("max_length", 3), ("valid_every", 1), ("save_every", 1), ("valid_tokens", 2), ("valid_count", 0), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}")
+    if not 0 < args.visits < float("inf"):
+        raise ValueError(f"--visits must be above 0, got {args.visits}")
     weighting = Weighting(args.decay, args.soft)
     group = mx.distributed.init()
     began = time.perf_counter()
     fit = Fit(args, group)
     recipe = Recipe(
-        args.steps or fit.steps_of_visits(args.visits), args.batch_size, args.anchors, tuple(args.block_sizes or ()),
+        fit.steps_of_visits(args.visits) if args.steps is None else args.steps, args.batch_size, args.anchors, tuple(args.block_sizes or ()),
         args.learning_rate, args.warmup, args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
     )  # fmt: skip
     trainer = fit.trainer(recipe, weighting)
     if group.rank() == 0:
-        print(fit.plan(recipe), file=sys.stderr)
+        print(fit.plan(trainer), file=sys.stderr)
     try:
         fit.train(trainer, progress_bar)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise
+        sys.exit(130)
+    finally:
+        fit.run.close()
     if group.rank() == 0:
         print(fit.report(time.perf_counter() - began))
 
@@ -98,6 +100,6 @@ def progress_bar(total: int, description: str, unit: str) -> Any:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What a run depends on; where it is written and how often does not matter."""
-    free = ("out", "step", "valid_every", "save_every", "features", "save_dtype")
+    free = ("out", "step", "trust_remote_code", "valid_every", "save_every", "features", "save_dtype")
     settings = {key: value for key, value in vars(args).items() if key not in free}
     return settings | {"data": [str(Path(path)) for path in args.data]}

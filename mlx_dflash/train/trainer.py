@@ -87,26 +87,25 @@ class Trainer:
 
     def anchors(self, step: int, place: int, lesson: Lesson) -> mx.array:
         """Choose positions (A,) of an answer at random, the same ones whenever this update is made."""
-        candidates = np.arange(lesson.prompt_length, lesson.tokens.size - 1)
         random = np.random.default_rng((self.recipe.seed, step, place))
-        chosen = random.permutation(candidates)[: self.recipe.anchors]
-        return mx.array(np.sort(chosen).astype(np.int32))
+        chosen = random.permutation(lesson.num_anchors)[: self.recipe.anchors]
+        return mx.array(lesson.prompt_length + np.sort(chosen).astype(np.int32))
 
     def step(self, number: int, lessons: Sequence[Lesson]) -> float:
         """Make update `number` (from 0) with the lessons of this machine; return the mean loss of all machines' slots."""
         picks = [(lesson, self.anchors(number, i, lesson)) for i, lesson in enumerate(lessons)]
         slots = mx.array(self.weighting.slots(self._block_sizes[number % len(self._block_sizes)] - 1))
         weights = [slot_weights(*pick, self.head.columns, slots) for pick in picks]
-        total = self._shared(sum(w.sum() for w in weights))
+        # Where the head has none of the tokens, nothing is learned.
+        total = mx.maximum(self.shared(sum(w.sum() for w in weights)), 1e-9)
         loss, gradients = self._sum_of_gradients(list(zip(picks, weights)), total)
-        gradients = tree_map(self._shared, gradients)
-        loss = self._shared(loss)
-        gradients, _ = optim.clip_grad_norm(gradients, self.recipe.clip)
+        gradients, norm = optim.clip_grad_norm(tree_map(self.shared, gradients), self.recipe.clip)
+        loss, norm = self.shared(loss).item(), norm.item()
+        if not np.isfinite([loss, norm]).all():
+            raise ValueError(f"update {number} has the loss {loss} and a gradient of norm {norm}; a lower --learning-rate and another --out may help")
         self.optimizer.update(self.draft, gradients)
-        mx.eval(self.draft.parameters(), self.optimizer.state, loss)
-        if not np.isfinite(loss.item()):
-            raise ValueError(f"the loss of update {number} is {loss.item()}; a lower --learning-rate may help")
-        return loss.item()
+        mx.eval(self.draft.parameters(), self.optimizer.state)
+        return loss
 
     def _sum_of_gradients(self, work: list, total: mx.array) -> tuple[mx.array, Any]:
         loss, gradients = mx.zeros(()), None
@@ -127,7 +126,7 @@ class Trainer:
         logits = block_logits(drafter, lesson.features, anchors, lesson.tokens[anchors], self.recipe.checkpointed)
         return block_loss(logits, lesson, anchors, self.head.columns, (weights, self.weighting.soft))
 
-    def _shared(self, x: mx.array) -> mx.array:
+    def shared(self, x: mx.array) -> mx.array:
         """The sum over all machines."""
         return x if self.group is None or self.group.size() == 1 else mx.distributed.all_sum(x, group=self.group)
 
