@@ -16,7 +16,7 @@ from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.answers import Style, batched_answers, can_batch
 from mlx_dflash.train.corpus import FORMAT, CorpusWriter, Sample, read_corpus
 from mlx_dflash.train.files import open_alone
-from mlx_dflash.train.material import frequent, read_material, unused_token
+from mlx_dflash.train.material import frequent, order_of_visit, read_material, unused_token
 from mlx_dflash.train.prompts import Prompt, read_prompts, read_texts
 from mlx_dflash.train.shape import SIZES, draft_config
 from mlx_dflash.train.trainer import Trainer
@@ -127,6 +127,13 @@ def test_no_more_prompts_than_asked_for_are_answered_at_a_time(batch_size):
     assert all(s.tokens[3:] == plain_tokens(model, s.tokens[:3], 4)[: len(s.tokens) - 3] for s in answers)
 
 
+def test_which_prompts_are_answered_greedily_is_the_same_in_every_run():
+    def chosen(seed):
+        return [Style(seed=seed).is_greedy(i) for i in range(64)]
+
+    assert chosen(1) == chosen(1) != chosen(2)
+
+
 # Reading prompts and text.
 
 
@@ -176,6 +183,12 @@ def test_what_is_measured_is_not_learned(tmp_path):
     other = write(tmp_path / "b.jsonl", texts[:4])
     found = read_material([path], other, 9, 99, 9)
     assert (len(found.learned), len(found.measured), found.num_left_out) == (12, 4, 4)
+
+
+def test_every_sample_comes_once_in_each_visit_in_another_order():
+    order = [i for step in range(14) for i in order_of_visit(7, step, 3, seed=0)]
+    visits = [order[start : start + 7] for start in range(0, 42, 7)]
+    assert all(sorted(visit) == list(range(7)) for visit in visits) and len(set(map(tuple, visits))) > 1
 
 
 def test_a_file_given_twice_or_only_to_be_measured_is_refused(tmp_path):

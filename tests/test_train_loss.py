@@ -193,9 +193,9 @@ def test_senseless_recipes_are_refused(wrong):
 
 def test_two_machines_with_the_same_lessons_make_the_update_of_one(structure, monkeypatch):
     def trained(group):
-        trainer = Trainer(make_draft(draft_config()), head_of(structure), Recipe(3, anchors=4, warmup=0), Weighting(), group)
+        trainer = Trainer(make_draft(draft_config()), head_of(structure), Recipe(3, anchors=4, warmup=0, clip=1e9), Weighting(), group)
         losses = [trainer.step(i, [make_lesson(structure, 0), make_lesson(structure, 1)]) for i in range(3)]
-        return losses, dict(tree_flatten(trainer.draft.parameters()))
+        return losses, trainer.state()  # with the optimizer's moments, which tell the size of the gradients
 
     class Two:
         def size(self):

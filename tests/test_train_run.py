@@ -161,16 +161,19 @@ def test_overfitting_one_text_reaches_full_acceptance(place, tmp_path, capsys):
 
 
 def test_replayed_rounds_are_those_of_a_session(place, tmp_path):
-    fit(place, tmp_path / "run", save_dtype="float32")
+    fit(place, tmp_path / "run", save_dtype="float32", steps=120, valid_every=120, save_every=120, valid_count=0, learning_rate=0.003, soft=0, anchors=32)
     model, tokenizer = load(str(place / "target"))
     draft = load_draft(str(tmp_path / "run" / "last"))
     structure = Structure(model)
     teacher = Teacher(model, structure, draft.config.target_layer_ids)
+    kept = 0
     for sample in [s for s in read_corpus(place / "data.jsonl") if s.is_greedy]:
         lesson = teacher.lesson(sample)
         replayed = replay(draft, structure, [lesson], 24)
         *_, last = stream_generate(model, tokenizer, sample.tokens[: sample.prompt_length], draft_model=draft, max_tokens=24)
         assert (replayed.accepted, replayed.num_drafted) == (last.stats.accepted, last.stats.num_drafted)
+        kept += replayed.num_accepted
+    assert kept > 20, f"{kept} drafts kept, too few to tell the two apart"
 
 
 def test_reduced_head_learns_and_drafts_its_own_tokens_only(place, tmp_path):
@@ -353,4 +356,6 @@ def test_two_machines_share_the_work(place, tmp_path):
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "9 samples" in done.stderr and "of 4 done" in done.stderr and "on 2 machines" in done.stderr
+    shares = [json.loads((tmp_path / "run" / f"lessons-{i}" / "learned" / "about.json").read_text()) for i in (0, 1)]
+    assert [share["samples"] for share in shares] == [5, 4] and shares[0]["text"] != shares[1]["text"]
     assert {p.name for p in (tmp_path / "run").iterdir()} >= {"lessons-0", "lessons-1", "checkpoint", "best", "last"}
