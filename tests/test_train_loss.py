@@ -185,7 +185,7 @@ def test_loss_over_some_columns_counts_the_known_part_of_the_soft_targets(struct
     assert abs(got - wanted) <= 1e-4, f"{got} against {wanted}"
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 1, "anchors": 0}, {"steps": 1, "learning_rate": 0.0}, {"steps": 1, "warmup": -1}])
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 1, "anchors": 0}, {"steps": 1, "learning_rate": 0.0}, {"steps": 1, "warmup": -1}, {"steps": 4, "warmup": 4}])
 def test_senseless_recipes_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
         Recipe(**wrong)

@@ -200,7 +200,7 @@ def test_fit_goes_on_with_a_given_draft(place, tmp_path):
 
 def test_lessons_made_anew_teach_the_same_as_lessons_on_disk(place, tmp_path):
     fit(place, tmp_path / "disk")
-    fit(place, tmp_path / "fresh", features="recompute")
+    fit(place, tmp_path / "fresh", features="recompute", feature_dtype=None)
     assert np.allclose([x for _, x in losses(tmp_path / "disk")], [x for _, x in losses(tmp_path / "fresh")], atol=1e-6)
 
 
@@ -317,6 +317,7 @@ def test_bad_prompts_are_refused_by_line(place, tmp_path, capsys, line, message)
         ({"steps": 1, "visits": 2}, "not allowed with argument --steps"),
         ({"block_size": 1}, "block_size"),
         ({"init_draft": "demo"}, "give one of them"),
+        ({"features": "recompute"}, "--feature-dtype is of the features on disk"),
     ],
 )
 def test_senseless_requests_are_refused_before_any_work(place, tmp_path, capsys, changes, message):

@@ -28,7 +28,8 @@ def data(folder, *more, out="data.jsonl"):
 
 def fit_arguments(folder, out, **changes):
     flags = {
-        "model": folder / "target", "data": folder / "data.jsonl", "out": out, "size": "tiny", "block-size": 4, "steps": 12, "warmup": 3,
+        "warmup": max(0, min(3, (changes.get("steps") or 12) - 1)),
+        "model": folder / "target", "data": folder / "data.jsonl", "out": out, "size": "tiny", "block-size": 4, "steps": 12,
         "save-every": 4, "valid-every": 6, "valid-count": 2, "anchors": 8, "batch-size": 2, "feature-dtype": "float32",
     } | {key.replace("_", "-"): value for key, value in changes.items()}  # fmt: skip
     return ["fit", *(text for key, value in flags.items() if value is not None for text in (f"--{key}", str(value)))]

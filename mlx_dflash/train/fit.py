@@ -178,7 +178,7 @@ class Fit:
                 seen[total] = done
                 shown.update(sum(seen.values()) - shown.n)
 
-            return stored_lessons(self.run.path / name, self.teacher, self.material, self.args.feature_dtype, progress)
+            return stored_lessons(self.run.path / name, self.teacher, self.material, self.args.feature_dtype or "bfloat16", progress)
 
     def _validate(self, measured: Any) -> None:
         """Measure the acceptance on text that was not learned; keep the draft if it is the best so far."""

@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_recipe_flags(parser.add_argument_group("the recipe"))
     add = parser.add_argument_group("lessons and validation").add_argument
     add("--features", choices=("disk", "recompute"), default="disk", help="keep the target's features on disk, or compute them at each visit")
-    add("--feature-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the features on disk (default: %(default)s)")
+    add("--feature-dtype", choices=("bfloat16", "float16", "float32"), help="of the features on disk (default: bfloat16)")
     add("--max-length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
     add("--valid-data", metavar="FILE", help="text to measure acceptance on (default: some of --data, which are then not learned)")
     add("--valid-count", type=int, default=16, help="greedy samples of it (default: %(default)s)")
@@ -47,7 +47,7 @@ def _add_recipe_flags(group: Any) -> None:
     add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
     add("--block-sizes", type=int, nargs="+", metavar="N", help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)")
     add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
-    add("--warmup", type=int, default=100, help="updates in which it rises, at most all but the last (default: %(default)s)")
+    add("--warmup", type=int, help="updates in which it rises (default: a tenth of them, at most 100)")
     add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
     add("--clip", type=float, default=1.0, help="greatest norm of a gradient (default: %(default)s)")
     add("--decay", type=float, default=3.0, help="slots in which a slot's weight falls by a factor e (default: %(default)s)")
@@ -69,13 +69,17 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}")
     if not 0 < args.visits < float("inf"):
         raise ValueError(f"--visits must be above 0, got {args.visits}")
+    if args.feature_dtype and args.features == "recompute":
+        raise ValueError("--feature-dtype is of the features on disk; with --features recompute there are none")
     weighting = Weighting(args.decay, args.soft)
     group = mx.distributed.init()
     began = time.perf_counter()
     fit = Fit(args, group)
+    steps = fit.steps_of_visits(args.visits) if args.steps is None else args.steps
+    warmup = min(100, steps // 10) if args.warmup is None else args.warmup
     recipe = Recipe(
-        fit.steps_of_visits(args.visits) if args.steps is None else args.steps, args.batch_size, args.anchors, tuple(args.block_sizes or ()),
-        args.learning_rate, args.warmup, args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
+        steps, args.batch_size, args.anchors, tuple(args.block_sizes or ()), args.learning_rate, warmup,
+        args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
     )  # fmt: skip
     trainer = fit.trainer(recipe, weighting)
     if group.rank() == 0:

@@ -36,7 +36,7 @@ class Recipe:
     anchors: int = 32
     block_sizes: tuple[int, ...] = ()
     learning_rate: float = 6e-4
-    warmup: int = 100
+    warmup: int = 0
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
@@ -50,17 +50,18 @@ class Recipe:
         for name in ("learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.warmup < 0 or self.weight_decay < 0:
-            raise ValueError(f"warmup and weight_decay must not be negative, got {self.warmup} and {self.weight_decay}")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"warmup must be 0 to {self.steps - 1}, all updates but one; got {self.warmup}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
 
     def schedule(self) -> Callable[[mx.array], mx.array]:
         """Learning rate by update: a line up, then a cosine down."""
-        warmup = min(self.warmup, self.steps - 1)
-        fall = optim.cosine_decay(self.learning_rate, max(1, self.steps - warmup), _FINAL_SHARE * self.learning_rate)
-        if warmup == 0:
+        fall = optim.cosine_decay(self.learning_rate, self.steps - self.warmup, _FINAL_SHARE * self.learning_rate)
+        if self.warmup == 0:
             return fall
-        rise = optim.linear_schedule(self.learning_rate / (warmup + 1), self.learning_rate, warmup)
-        return optim.join_schedules([rise, fall], [warmup])
+        rise = optim.linear_schedule(self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup)
+        return optim.join_schedules([rise, fall], [self.warmup])
 
 
 class Head:
