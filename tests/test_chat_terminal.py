@@ -36,7 +36,7 @@ class Person:
     """Somebody at the keyboard: types lines, presses keys, waits for what the screen shows."""
 
     def __init__(self, arguments, env):
-        self.child = pexpect.spawn(arguments[0], arguments[1:], env=env, encoding="utf-8", timeout=60, dimensions=(40, 120))
+        self.child = pexpect.spawn(arguments[0], arguments[1:], env=env, encoding="utf-8", timeout=180, dimensions=(40, 120))
 
     def see(self, pattern):
         self.child.expect(pattern)
