@@ -6,19 +6,17 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_dflash
+from mlx_dflash.card import card
 
 
 def write_card(folder: Path, name: str, origin: str, facts: dict[str, str]) -> None:
     """Write README.md. origin: path, or OWNER/NAME@REVISION of the hub. facts: lines of its table."""
     repo = origin.partition("@")[0]
-    base = f"base_model: {repo}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) else ""
-    table = "".join(f"| {key} | {value} |\n" for key, value in facts.items())
-    (folder / "README.md").write_text(
-        f"---\nlibrary_name: mlx\n{base}tags: [mlx, dflash, speculative-decoding]\n---\n\n# {name}\n\n"
-        f"Converted from {origin} with mlx_dflash {mlx_dflash.__version__} (mlx {mx.__version__}). "
-        f"The license is the source's.\n\n| | |\n|---|---|\n{table}",
-        encoding="utf-8",
+    text = (
+        f"Converted from {origin} with mlx_dflash {mlx_dflash.__version__} (mlx {mx.__version__}). The license is the source's."
     )
+    base_model = repo if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) else None
+    (folder / "README.md").write_text(card(name, text, facts, base_model), encoding="utf-8")
 
 
 def origin_of(source: str, folder: Path) -> str:

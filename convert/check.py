@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.gguf_file import GGUFFile
-from mlx_dflash.loading import load_draft
+from mlx_dflash.loading import load_draft, unpacked
 
 NUM_TOKENS = 24
 
@@ -64,16 +64,14 @@ def check_target(folder: Path, source: str, revision: str | None) -> Comparison:
 
 def check_gguf(folder: Path, source: Path) -> Comparison:
     """Compare the converted target's logits with those of the weights as the gguf package unpacks them, in float32."""
-    from mlx_lm.utils import dequantize_model, load_model
+    from mlx_lm.utils import load_model
 
     from .gguf_target import model_weights
 
     rows = []
     for is_source in (False, True):
         model, config = load_model(folder, lazy=True)
-        # First the scales, so that nothing is rounded on the way.
-        model.set_dtype(mx.float32)
-        model = dequantize_model(model)
+        model = unpacked(model)
         if is_source:
             model.load_weights(list(model_weights(GGUFFile(source, unpacks=True), config).items()), strict=False)
         rows.append(target_rows(model))

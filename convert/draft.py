@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from mlx_dflash.draft.model import DraftModel
-from mlx_dflash.loading import build_draft, load_draft, read_draft
+from mlx_dflash.loading import build_draft, load_draft, read_draft, unpacked
 
 from .card import write_card
 from .output import cast, new_folder, refuse_existing, write_config, write_weights
@@ -103,14 +103,10 @@ def _head_in_words(draft: DraftModel) -> str:
 
 
 def _dequantized(draft: DraftModel, config: dict[str, Any], keeps_float32: bool) -> tuple[DraftModel, dict[str, Any]]:
-    from mlx_lm.utils import dequantize_model
-
     if not config.get("quantization"):
         raise ValueError("the draft is not quantized; leave --dequantize out")
     dtype = str(draft.dtype).rpartition(".")[2]
-    # Unpacked in full precision, so that nothing is rounded twice.
-    _cast(draft, "float32")
-    draft = dequantize_model(draft)
+    draft = unpacked(draft)
     if not keeps_float32:
         _cast(draft, dtype)
     return draft, {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}

@@ -1,8 +1,11 @@
 """Which tokens a reduced head keeps: the most frequent of a text, or the first of the tokenizer. Knows tokenizers only."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from mlx_dflash.draft.vocabulary import frequent
 
 
 def frequent_tokens(tokenizer: Any, size: int, vocab_size: int, text: str | None = None) -> list[int]:
@@ -11,13 +14,10 @@ def frequent_tokens(tokenizer: Any, size: int, vocab_size: int, text: str | None
     Byte-pair tokenizers number their tokens by the rank of their merges, frequent ones first. Raises ValueError for a
     size that has no room for the special tokens, or none for any other.
     """
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *_stop_ids(tokenizer)}
-    special = {i for i in special if i is not None and i < vocab_size}
-    if not len(special) < size < vocab_size:
-        raise ValueError(f"a reduced head must have {len(special) + 1} to {vocab_size - 1} tokens, special ones included; got {size}")
-    counts = Counter(tokenizer.encode(text, add_special_tokens=False)) if text else Counter()
-    others = sorted((i for i in range(vocab_size) if i not in special), key=lambda i: (-counts[i], i))
-    return sorted(special | set(others[: size - len(special)]))
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *_stop_ids(tokenizer)} - {None}
+    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+    counts = np.bincount(np.array([i for i in ids if i < vocab_size], np.int64), minlength=vocab_size)
+    return frequent(counts, size, special).tolist()
 
 
 def target_tokenizer(target: str) -> Any:

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         pair = load_pair(args)
         arms = make_arms(args, pair)
-        runs = measure(args, pair, arms)
+        runs = measure(pair.cases, arms, args.repeat, args.seed)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
     report = {"setup": setup(args, pair), **summarize(runs, [group for group, _ in pair.cases], list(arms))}
@@ -201,22 +201,22 @@ def make_arms(args: argparse.Namespace, pair: Pair) -> dict[str, Arm]:
     return arms
 
 
-def measure(args: argparse.Namespace, pair: Pair, arms: dict[str, Arm]) -> list[list[list[Run]]]:
+def measure(cases: list[tuple[str, list[int]]], arms: dict[str, Arm], repeats: int, seed: int) -> list[list[list[Run]]]:
     """Return runs[case][repeat][arm], after a short warm-up of every arm. Progress goes to stderr, if it is a terminal."""
     from tqdm import tqdm
 
     for arm in arms.values():
-        for response in arm(pair.cases[0][1]):
+        for response in arm(cases[0][1]):
             if response.generation_tokens >= _WARM_UP:
                 break
-    order = random.Random(args.seed)
-    runs: list[list[list[Run]]] = [[] for _ in pair.cases]
-    with tqdm(total=len(pair.cases) * args.repeat * len(arms), unit="run", disable=None) as bar:
-        for repeat in range(args.repeat):
-            for case, (_, ids) in enumerate(pair.cases):
+    order = random.Random(seed)
+    runs: list[list[list[Run]]] = [[] for _ in cases]
+    with tqdm(total=len(cases) * repeats * len(arms), unit="run", disable=None) as bar:
+        for _ in range(repeats):
+            for case, (_, ids) in enumerate(cases):
                 done = {}
                 for name in order.sample(list(arms), len(arms)):
-                    mx.random.seed(args.seed)
+                    mx.random.seed(seed)
                     done[name] = run(name, arms[name], ids)
                     bar.update()
                 runs[case].append([done[name] for name in arms])

@@ -196,12 +196,17 @@ def _fit_to_device(model: nn.Module) -> nn.Module:
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return model
+    model = unpacked(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """Return a model in float32, with the matrices that its quantized ones stand for."""
     from mlx_lm.utils import dequantize_model
 
     model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
-    model = dequantize_model(model)
-    mx.eval(model.parameters())
-    return model
+    return dequantize_model(model)
 
 
 def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:

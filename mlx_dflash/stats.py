@@ -71,6 +71,12 @@ class Stats:
             "host_ms": round(1e3 * self.host_seconds, 2),
         }
 
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a round that drafted num_drafts tokens and kept num_accepted of them."""
+        self.num_drafted += num_drafts
+        self.accepted += [0] * (num_accepted + 1 - len(self.accepted))
+        self.accepted[num_accepted] += 1
+
 
 class RoundClock:
     """Times one round into the statistics: drafted, verifying, rolled and done are called in this order."""
@@ -102,9 +108,7 @@ class RoundClock:
             stats.timed_verify_seconds += verify_wait
         stats.round_seconds += whole
         stats.host_seconds += whole - self._draft_wait - verify_wait
-        stats.num_drafted += num_drafts
-        stats.accepted += [0] * (num_accepted + 1 - len(stats.accepted))
-        stats.accepted[num_accepted] += 1
+        stats.count(num_drafts, num_accepted)
         return whole
 
     def first(self) -> None:

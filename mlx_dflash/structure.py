@@ -81,17 +81,15 @@ def _put(container: dict | list, key: Any, value: Any) -> None:
     (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
 
 
-class _Tap:
-    """Stands in a layer list for a layer and records what it returns, in the thread that opened the scope."""
+class _StandIn:
+    """Stands where a model keeps a layer, and is like it but for what a subclass does in the thread that opened the scope."""
 
-    def __init__(self, layer: nn.Module, record: Callable[[Any], None]):
-        self._layer, self._record, self._thread = layer, record, threading.get_ident()
+    def __init__(self, layer: nn.Module):
+        self._layer, self._thread = layer, threading.get_ident()
 
-    def __call__(self, *args, **kwargs):
-        out = self._layer(*args, **kwargs)
-        if threading.get_ident() == self._thread:
-            self._record(out)
-        return out
+    @property
+    def _is_in_scope(self) -> bool:
+        return threading.get_ident() == self._thread
 
     def __getattr__(self, name: str):
         return getattr(self._layer, name)
@@ -100,6 +98,20 @@ class _Tap:
     def __class__(self):
         """The layer's class, for the models that tell their layers apart by isinstance."""
         return type(self._layer)
+
+
+class _Tap(_StandIn):
+    """Stands in a layer list for a layer and records what it returns."""
+
+    def __init__(self, layer: nn.Module, record: Callable[[Any], None]):
+        super().__init__(layer)
+        self._record = record
+
+    def __call__(self, *args, **kwargs):
+        out = self._layer(*args, **kwargs)
+        if self._is_in_scope:
+            self._record(out)
+        return out
 
 
 class _Entrance(_Tap):
@@ -112,33 +124,26 @@ class _Entrance(_Tap):
         return partial(self._enter, name, part) if isinstance(part, nn.Module) and self._first in (None, name) else part
 
     def _enter(self, name: str, part: nn.Module, *args, **kwargs):
-        if self._first in (None, name) and threading.get_ident() == self._thread:
+        if self._first in (None, name) and self._is_in_scope:
             self._first = name
             self._record(args[0])
         return part(*args, **kwargs)
 
 
-class _FewRows:
-    """Stands in for a quantized linear layer in the thread that opened the scope."""
+class _FewRows(_StandIn):
+    """Stands for a quantized linear layer and lets kernels multiply."""
 
     def __init__(self, linear: nn.QuantizedLinear, kernels: Kernels):
-        self._linear, self._kernels, self._thread = linear, kernels, threading.get_ident()
+        super().__init__(linear)
+        self._kernels = kernels
 
     def __call__(self, x: mx.array) -> mx.array:
-        linear = self._linear
-        if threading.get_ident() != self._thread:
+        linear = self._layer
+        if not self._is_in_scope:
             return linear(x)
         weights = Quantized(linear.weight, linear.scales, linear.biases, linear.group_size, linear.bits)
         product = self._kernels.multiply(x, weights)
         return product + linear["bias"] if "bias" in linear else product
-
-    def __getattr__(self, name: str):
-        return getattr(self._linear, name)
-
-    @property
-    def __class__(self):
-        """The layer's class, for isinstance."""
-        return type(self._linear)
 
 
 def quantized_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.QuantizedLinear]]:

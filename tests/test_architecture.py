@@ -42,6 +42,7 @@ LEVELS = {
     "hub": 3,
     "checkpoint": 2,
     "torch_file": 1,
+    "card": 1,
 }
 SAME_LEVEL = ("draft", "kernels", "demo")
 

@@ -8,15 +8,16 @@ import models
 import numpy as np
 import pytest
 from fixtures import build_target, byte_tokenizer, plain_tokens, target_config, tiny_target
-from training import WORDS, data, fit, place  # noqa: F401
+from training import fit, place  # noqa: F401
 
 from mlx_dflash.structure import Structure
+from mlx_dflash.draft.vocabulary import frequent
 from mlx_dflash.train import fit as fit_module
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.answers import Style, batched_answers, can_batch
 from mlx_dflash.train.corpus import FORMAT, CorpusWriter, Sample, read_corpus
 from mlx_dflash.train.files import open_alone
-from mlx_dflash.train.material import frequent, order_of_visit, read_material, unused_token
+from mlx_dflash.train.material import order_of_visit, read_material, unused_token
 from mlx_dflash.train.prompts import Prompt, read_prompts, read_texts
 from mlx_dflash.train.shape import SIZES, draft_config
 from mlx_dflash.train.trainer import Trainer

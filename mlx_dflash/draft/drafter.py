@@ -109,7 +109,7 @@ class Drafter:
 
         (γ, V), or (γ, Vd) over the rows of a reduced head; in DFlash 2 before the selector.
         """
-        return self.logits_of(self._hidden(mx.array(anchor), self.num_drafts if num_drafts is None else num_drafts)[None])[0]
+        return self.logits_of(self._hidden(mx.array(anchor), self.num_drafts if num_drafts is None else num_drafts))[0]
 
     def propose(self, anchor: int | mx.array, num_drafts: int) -> mx.array:
         """Return up to num_drafts draft tokens (γ,) uint32 that may follow the anchor; the context stays as it is."""
@@ -119,18 +119,18 @@ class Drafter:
             return mx.zeros((0,), mx.uint32)
         config, anchor = self.draft.config, mx.array(anchor)
         hidden = self._hidden(anchor, num_drafts)
-        logits = self.logits_of(hidden[None])[0]
+        logits = self.logits_of(hidden)[0]
         if config.version == 1:
             return self.dice.guess(logits, self._token_ids, config.vocab_size)
         scores, columns = best(logits, config.selector_top_k)
         ids = columns if self._token_ids is None else self._token_ids[columns]
         with self.dice.guessing(config.vocab_size) as choose:
-            return self.draft.candidate_selector.walk(hidden, (scores, ids), anchor.reshape(1), choose)
+            return self.draft.candidate_selector.walk(hidden[0], (scores, ids), anchor.reshape(1), choose)
 
     def _hidden(self, anchor: mx.array, num_drafts: int) -> mx.array:
-        """(γ, H), the rows of a block from which the drafts are read."""
+        """(1, γ, H), the rows of a block from which the drafts are read."""
         self._catch_up()
-        return self.drafting_rows(self.draft(self.embed_blocks(anchor.reshape(1), num_drafts), self.caches))[0]
+        return self.drafting_rows(self.draft(self.embed_blocks(anchor.reshape(1), num_drafts), self.caches))
 
     def embed_blocks(self, anchors: mx.array, num_drafts: int) -> mx.array:
         """Return the embeddings (A, L, H) of the blocks [anchor, mask, ...] of anchors (A,) that propose γ drafts each."""

@@ -98,7 +98,11 @@ class DraftLayer(nn.Module):
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
         """x: (1, L, H), the block. Returns (1, L, H)."""
-        x = x + self._mixed("attention_conv", self.input_layernorm(x), lambda h: self.self_attn(h, rope, cache))
+        return self.around(x, lambda h: self.self_attn(h, rope, cache))
+
+    def around(self, x: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
+        """The layer with this attention: normed rows (B, L, H) to (B, L, H). x: (B, L, H). Returns (B, L, H)."""
+        x = x + self._mixed("attention_conv", self.input_layernorm(x), attend)
         return x + self._mixed("mlp_conv", self.post_attention_layernorm(x), self.mlp)
 
     def _mixed(self, conv: str, x: mx.array, sublayer: Callable[[mx.array], mx.array]) -> mx.array:
@@ -196,13 +200,13 @@ class DraftModel(nn.Module):
                 f"({len(self.config.target_layer_ids)} tap layers x {self.config.target_hidden_size}), "
                 f"got {features.shape[-1]}; was it trained for another target?"
             )
-        h = self.hidden_norm(self.fc(features.astype(self.dtype)))  # (1, S, H)
-        keys, values = self.context_kv(h, caches[0].offset)
+        keys, values = self.context_kv(features, caches[0].offset)
         for i, cache in enumerate(caches):
             cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
 
-    def context_kv(self, h: mx.array, offset: int = 0) -> tuple[mx.array, mx.array]:
-        """Project context rows h (1, S, H), the first at position offset, to keys and values (N, K, S, d) of all N layers."""
+    def context_kv(self, features: mx.array, offset: int = 0) -> tuple[mx.array, mx.array]:
+        """Return context keys and values (N, K, S, d) of all N layers, of features (1, S, T * D) from position offset on."""
+        h = self.hidden_norm(self.fc(features.astype(self.dtype)))  # (1, S, H)
         N, K, d, S = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, h.shape[1]
         if self._fused_kv is not None:
             kv = self._fused_kv(h)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import open_alone
+from .files import open_alone, refuse_other
 
 FORMAT = "mlx_dflash training text 1"
 
@@ -52,11 +52,7 @@ class CorpusWriter:
         """Check and count what is in the file, which is nothing or a header and samples, the last one perhaps in part."""
         content = self.path.read_bytes()
         if b"\n" in content:
-            found = read_header(self.path)
-            if found != header:
-                keys = sorted(key for key in found.keys() | header.keys() if found.get(key) != header.get(key))
-                told = "; ".join(f"{key} {found.get(key)!r}, now {header.get(key)!r}" for key in keys)
-                raise ValueError(f"{self.path} was begun with {told}; choose another file to write to")
+            refuse_other(self.path, read_header(self.path), header, "another file to write to")
             self._file.truncate(content.rfind(b"\n") + 1)
             for sample in read_corpus(self.path):
                 self._count(sample)

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 import mlx_dflash
 
+from ..card import card
 from ..draft.model import DraftModel
 from .files import replaced, save_arrays
 
@@ -40,10 +41,9 @@ def _card(draft: DraftModel, facts: dict[str, Any]) -> str:
     }
     if config.draft_vocab_size != config.vocab_size:
         table["tokens of the reduced head"] = f"{config.draft_vocab_size} of {config.vocab_size}"
-    rows = "".join(f"| {key} | {value} |\n" for key, value in {**table, **facts}.items())
-    return (
-        f"---\nlibrary_name: mlx\ntags: [mlx, dflash, speculative-decoding]\n---\n\n# DFlash draft for {facts['target']}\n\n"
+    text = (
         "A DFlash draft network. It proposes blocks of tokens; the target decides what is kept, so the text is the target's own.\n"
-        f"Trained with mlx_dflash {mlx_dflash.__version__}.\n\n| | |\n|---|---|\n{rows}\n"
-        f"    python -m mlx_dflash.generate --model {facts['target']} --draft-model THIS_FOLDER --prompt hello\n"
+        f"Trained with mlx_dflash {mlx_dflash.__version__}."
     )
+    command = f"    python -m mlx_dflash.generate --model {facts['target']} --draft-model THIS_FOLDER --prompt hello\n"
+    return card(f"DFlash draft for {facts['target']}", text, {**table, **facts}) + "\n" + command

@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..structure import Structure, features_of, tapped
+from ..target import probe
 from .corpus import Sample
 from .files import write_whole
 
@@ -48,10 +49,7 @@ class Teacher:
 
     def __init__(self, model: nn.Module, structure: Structure, target_layer_ids: Sequence[int]):
         self.model, self.structure, self.target_layer_ids = model, structure, tuple(target_layer_ids)
-        with tapped(structure, target_layer_ids) as taps:
-            model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
-        structure.calls_layers = bool(taps)
-        self.width = self.lesson(Sample([0], 1)).features.shape[-1]
+        self.width = len(self.target_layer_ids) * probe(model, target_layer_ids, structure)
 
     def lesson(self, sample: Sample) -> Lesson:
         """Run the target over a sample."""

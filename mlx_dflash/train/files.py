@@ -3,6 +3,8 @@
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,32 +38,38 @@ def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
         raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
 
 
-class replaced:  # noqa: N801, a context manager in the manner of open
+@contextmanager
+def replaced(destination: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `destination` when the body ends without an error."""
-
-    def __init__(self, destination: Path):
-        self.destination = destination
-        self._part, self._old = (destination.with_name(f".{destination.name}.{word}") for word in ("part", "old"))
-
-    def __enter__(self) -> Path:
-        restore_replaced(self.destination)
-        shutil.rmtree(self._part, ignore_errors=True)
-        self._part.mkdir(parents=True)
-        return self._part
-
-    def __exit__(self, kind: type | None, *details: Any) -> None:
-        if kind is not None:
-            shutil.rmtree(self._part)
-            return
-        if self.destination.exists():
-            self.destination.rename(self._old)
-        self._part.rename(self.destination)
-        shutil.rmtree(self._old, ignore_errors=True)
+    restore_replaced(destination)
+    part = destination.with_name(f".{destination.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if destination.exists():
+            destination.rename(_old(destination))
+        part.rename(destination)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(_old(destination), ignore_errors=True)
 
 
 def restore_replaced(destination: Path) -> None:
     """Bring the old folder back if the new one had not taken its place yet."""
-    old = destination.with_name(f".{destination.name}.old")
+    old = _old(destination)
     if old.exists() and not destination.exists():
         old.rename(destination)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.old")
+
+
+def refuse_other(path: Path, found: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
+    """Raise ValueError that names what differs if a file was begun with other settings. remedy: what to choose."""
+    keys = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+    if keys:
+        told = "; ".join(f"{key} {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
+        raise ValueError(f"{path} was begun with {told}; choose {remedy}")

@@ -13,19 +13,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..draft.drafter import Drafter
 from ..draft.model import DraftModel
-from ..loading import build_draft, check_pair, head_rows, load, local_draft, read_draft
-from ..stats import Stats
+from ..draft.vocabulary import frequent
+from ..loading import build_draft, check_pair, head_rows, load, local_draft, read_draft, unpacked
 from ..structure import Structure
 from .export import save_draft
 from .features import Teacher
 from .loss import Columns, Weighting
-from .material import FreshLessons, Material, frequent, order_of_visit, read_material, stored_lessons, unused_token
+from .material import FreshLessons, order_of_visit, read_material, stored_lessons, unused_token
 from .replay import replay
 from .run import RunFolder
 from .shape import SIZES, draft_config, initialize
-from .step_fit import settings_of
 from .trainer import Head, Recipe, Trainer
 
 Bar = Callable[[int, str, str], Any]
@@ -84,10 +82,7 @@ class Fit:
         if draft.config.version != 1:
             raise ValueError(f"{path} is a DFlash 2 draft; only DFlash 1 drafts can be trained")
         if draft.config.quantization:
-            from mlx_lm.utils import dequantize_model
-
-            draft.set_dtype(mx.float32)  # first the scales: the products must not round to their type
-            draft = dequantize_model(draft)
+            draft = unpacked(draft)
         config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
         return config, _floats(draft)
 
@@ -172,13 +167,8 @@ class Fit:
             return tuple(FreshLessons(self.teacher, samples) for samples in (self.material.learned, self.material.measured))
         name = f"lessons-{self.group.rank()}" if self.group.size() > 1 else "lessons"
         with bar(len(self.material.learned) + len(self.material.measured), "reading with the target", "sample") as shown:
-            seen = {}
-
-            def progress(done: int, total: int) -> None:
-                seen[total] = done
-                shown.update(sum(seen.values()) - shown.n)
-
-            return stored_lessons(self.run.path / name, self.teacher, self.material, self.args.feature_dtype or "bfloat16", progress)
+            dtype = self.args.feature_dtype or "bfloat16"
+            return stored_lessons(self.run.path / name, self.teacher, self.material, dtype, lambda done: shown.update(done - shown.n))
 
     def _validate(self, measured: Any) -> None:
         """Measure the acceptance on text that was not learned; keep the draft if it is the best so far."""
@@ -236,6 +226,13 @@ class Fit:
             lines.append("tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:]))
         lines.append("drafts: " + " and ".join(str(path) for path in self.run.drafts()))
         return "\n".join(lines)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run depends on; where it is written and how often does not matter."""
+    free = ("out", "step", "trust_remote_code", "valid_every", "save_every", "features", "save_dtype")
+    settings = {key: value for key, value in vars(args).items() if key not in free}
+    return settings | {"data": [str(Path(path)) for path in args.data]}
 
 
 def _with(config: dict[str, Any], **changes: Any) -> dict[str, Any]:

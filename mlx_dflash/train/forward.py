@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..draft.drafter import Drafter
-from ..draft.model import Attention, DraftLayer, DraftModel
+from ..draft.model import Attention, DraftLayer
 
 
 def block_logits(drafter: Drafter, features: mx.array, anchors: mx.array, ids: mx.array, checkpointed: bool = False) -> mx.array:
@@ -18,29 +18,16 @@ def block_logits(drafter: Drafter, features: mx.array, anchors: mx.array, ids: m
     checkpointed: compute each layer again for its gradient instead of keeping what it needs.
     """
     draft = drafter.draft
-    context = _Context(draft, features)
+    keys, values = draft.context_kv(features[None])  # (N, K, S, d) each
     x = drafter.embed_blocks(ids, drafter.num_drafts).astype(draft.dtype)  # (A, L, H)
     for i, layer in enumerate(draft.layers):
-        keys, values = context.keys[i], context.values[i]
 
-        def run(layer: DraftLayer, x: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        def run(x: mx.array, keys: mx.array, values: mx.array, layer: DraftLayer = layer) -> mx.array:
             blocks = _Blocks(anchors, keys, values, draft._rope)
-            x = x + blocks.attend(layer.self_attn, layer.input_layernorm(x))
-            return x + layer.mlp(layer.post_attention_layernorm(x))
+            return layer.around(x, lambda h: blocks.attend(layer.self_attn, h))
 
-        if checkpointed:
-            x = nn.utils.checkpoint(layer, lambda *args, layer=layer: run(layer, *args))(x, keys, values)
-        else:
-            x = run(layer, x, keys, values)
+        x = (nn.utils.checkpoint(layer, run) if checkpointed else run)(x, keys[i], values[i])
     return drafter.logits_of(drafter.drafting_rows(draft.norm(x)))
-
-
-class _Context:
-    """keys, values: (N, K, S, d) of all layers, rotated."""
-
-    def __init__(self, draft: DraftModel, features: mx.array):
-        h = draft.hidden_norm(draft.fc(features[None].astype(draft.dtype)))
-        self.keys, self.values = draft.context_kv(h)
 
 
 class _Blocks:

@@ -94,36 +94,28 @@ class FreshLessons:
 
 
 def stored_lessons(
-    folder: Path, teacher: Teacher, material: Material, dtype: str, progress: Callable[[int, int], None]
+    folder: Path, teacher: Teacher, material: Material, dtype: str, progress: Callable[[int], None]
 ) -> tuple[Lessons, Lessons]:
-    """Lessons to learn from and to be measured on, in two folders, made as far as they are missing."""
-    width = teacher.width
-    stores = []
+    """Lessons to learn from and to be measured on, in two folders, made as far as they are missing.
+
+    progress gets the number of those that are there.
+    """
+    about = {"text": material.fingerprint(), "taps": list(teacher.target_layer_ids)}
+    stores, before = [], 0
     for name, samples in (("learned", material.learned), ("measured", material.measured)):
-        description = {"samples": len(samples), "text": material.fingerprint(), "taps": list(teacher.target_layer_ids)}
-        store = LessonStore(folder / name, samples, getattr(mx, dtype), width, description)
-        store.fill(teacher, progress)
+        store = LessonStore(folder / name, samples, getattr(mx, dtype), teacher.width, {"samples": len(samples), **about})
+        store.fill(teacher, lambda done, total, before=before: progress(before + done))
         stores.append(store)
+        before += len(samples)
     return tuple(stores)
 
 
 def order_of_visit(num_samples: int, step: int, batch_size: int, seed: int) -> list[int]:
     """The samples of update `step`: every sample comes once in each visit of all, in an order of its own."""
-    chosen = []
-    for place in range(step * batch_size, (step + 1) * batch_size):
-        visit, i = divmod(place, num_samples)
-        chosen.append(int(np.random.default_rng((seed, visit)).permutation(num_samples)[i]))
-    return chosen
-
-
-def frequent(counts: np.ndarray, size: int, special: Sequence[int]) -> np.ndarray:
-    """(size,) ids, ascending: the special tokens and the most frequent others."""
-    special_ids = sorted({i for i in special if 0 <= i < len(counts)})
-    if not len(special_ids) < size < len(counts):
-        raise ValueError(f"a reduced vocabulary must have {len(special_ids) + 1} to {len(counts) - 1} tokens, got {size}")
-    ranked = np.argsort(-counts, kind="stable")
-    ranked = ranked[~np.isin(ranked, special_ids)]
-    return np.array(sorted([*special_ids, *ranked[: size - len(special_ids)]]), np.int64)
+    start = step * batch_size
+    first, last = start // num_samples, (start + batch_size - 1) // num_samples
+    order = np.concatenate([np.random.default_rng((seed, visit)).permutation(num_samples) for visit in range(first, last + 1)])
+    return order[start - first * num_samples :][:batch_size].tolist()
 
 
 def unused_token(counts: np.ndarray, tokenizer: Any) -> int:

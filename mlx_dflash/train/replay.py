@@ -36,6 +36,4 @@ def _replay_one(drafter: Drafter, lesson: Lesson, max_tokens: int, stats: Stats)
         verdict = accept(drafts, tokens[at + 1 : at + 2 + len(drafts)])
         drafter.extend_context(features[:, at : at + verdict.num_accepted + 1])
         at += verdict.num_accepted + 1
-        stats.num_drafted += len(drafts)
-        stats.accepted += [0] * (verdict.num_accepted + 1 - len(stats.accepted))
-        stats.accepted[verdict.num_accepted] += 1
+        stats.count(len(drafts), verdict.num_accepted)

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .files import open_alone, replaced, restore_replaced, save_arrays, write_whole
+from .files import open_alone, refuse_other, replaced, restore_replaced, save_arrays, write_whole
 
 
 class RunFolder:
@@ -32,11 +32,7 @@ class RunFolder:
         about = self.path / "run.json"
         settings = json.loads(json.dumps(settings))
         if about.exists():
-            found = json.loads(about.read_text())
-            keys = [key for key in {**found, **settings} if found.get(key) != settings.get(key)]
-            if keys:
-                told = "; ".join(f"{key} {found.get(key)!r}, now {settings.get(key)!r}" for key in keys)
-                raise ValueError(f"{self.path} was begun with {told}; choose another --out")
+            refuse_other(self.path, json.loads(about.read_text()), settings, "another --out")
         elif is_writer:
             write_whole(about, json.dumps(settings, indent=4) + "\n")
 

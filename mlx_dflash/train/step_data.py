@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts, tokenizer) if args.prompts else read_texts(args.text, tokenizer, args.max_length)
     header = {"target": args.model, "vocab_size": Structure(model).vocab_size, "from": args.prompts or args.text}
     header |= vars(style) if args.prompts else {"max_length": args.max_length}
-    draft = None
+    draft, is_batched = None, bool(args.prompts) and can_batch(model)
     if args.draft_model:
-        if can_batch(model):
+        if is_batched:
             raise ValueError("--draft-model is for targets whose caches do not batch; this one answers many prompts at a time without")
         draft = load_draft(args.draft_model)
         check_pair(model, draft)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     mx.random.seed(args.seed + found)
     if args.text:
         samples: Iterator[Sample] = (Sample(p.ids, p.length, i, p.kind) for i, p in todo)
-    elif can_batch(model):
+    elif is_batched:
         samples = batched_answers(model, tokenizer, todo, style, args.batch_size)
     else:
         samples = single_answers((model, tokenizer, draft), todo, style)

@@ -3,7 +3,6 @@
 import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 
@@ -35,7 +34,6 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
     drafts = dict(zip(_short_names(args.draft_model), map(load_draft, args.draft_model)))
     cases = _cases(args, tokenizer)
-    pair = SimpleNamespace(model=model, tokenizer=tokenizer, cases=cases)
     options = dict(max_tokens=args.max_tokens, sampler=make_sampler(args.temp) if args.temp else None)
     arms = {
         name: lambda ids, draft=draft: stream_generate(model, tokenizer, ids, draft_model=draft, block_size=args.block_size, **options)
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     }
     if args.compare:
         arms[benchmark.PLAIN] = lambda ids: mlx_lm.stream_generate(model, tokenizer, ids, **options)
-    runs = benchmark.measure(SimpleNamespace(repeat=1, seed=args.seed), pair, arms)
+    runs = benchmark.measure(cases, arms, 1, args.seed)
     report = benchmark.summarize(runs, [group for group, _ in cases], list(arms))
     for name in drafts:
         report["all"][name]["kept_by_slot"] = kept_by_slot(report["all"][name].get("histogram", []))

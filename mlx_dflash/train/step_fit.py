@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from .loss import Weighting
@@ -100,10 +99,3 @@ def progress_bar(total: int, description: str, unit: str) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc=description, unit=unit, disable=None)
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run depends on; where it is written and how often does not matter."""
-    free = ("out", "step", "trust_remote_code", "valid_every", "save_every", "features", "save_dtype")
-    settings = {key: value for key, value in vars(args).items() if key not in free}
-    return settings | {"data": [str(Path(path)) for path in args.data]}

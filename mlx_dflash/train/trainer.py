@@ -64,11 +64,13 @@ class Recipe:
         return optim.join_schedules([rise, fall], [self.warmup])
 
 
+@dataclass(frozen=True)
 class Head:
     """The frozen parts that a draft borrows: embed (B, T) to (B, T, H), unembed (..., H) to logits of its columns."""
 
-    def __init__(self, embed: Callable[[mx.array], mx.array], unembed: Callable[[mx.array], mx.array], columns: Columns):
-        self.embed, self.unembed, self.columns = embed, unembed, columns
+    embed: Callable[[mx.array], mx.array]
+    unembed: Callable[[mx.array], mx.array]
+    columns: Columns
 
 
 class Trainer:
