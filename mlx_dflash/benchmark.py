@@ -24,7 +24,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 from .api import stream_generate
-from .chart import plot
+from .chart import check_plot, plot
 from .cli import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 from .loading import load, load_draft
@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parse arguments, measure, print a table and, in the last line, JSON."""
     args = parse(argv)
     try:
+        if args.plot:
+            check_plot(args.plot)
         pair = load_pair(args)
         arms = make_arms(args, pair)
         runs = measure(pair.cases, arms, args.repeat, args.seed)
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.plot:
         try:
             plot(report, args.plot, PLAIN)
-        except (ValueError, OSError) as error:
+        except OSError as error:
             sys.exit(f"error: {error}")
 
 

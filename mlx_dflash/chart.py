@@ -3,21 +3,30 @@
 Knows the report and matplotlib only.
 """
 
+from pathlib import Path
 from typing import Any
 
 _COLOURS = ("#1b7f79", "#c96a00", "#3b6fb6", "#7a4fb5", "#2a8c50")
 _PLAIN_COLOUR = "#8c959f"
 
 
-def plot(report: dict[str, Any], file_name: str, plain: str) -> None:
-    """Write the picture; the ending of the name says its format. plain: the name of the arm without a draft.
-
-    Raises ValueError if matplotlib is not installed, or if the format is none that it knows.
-    """
+def check_plot(file_name: str) -> None:
+    """Raise ValueError for a picture that plot could not write: no matplotlib, an unknown format, or no such folder."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError as error:
         raise ValueError("--plot needs matplotlib: pip install 'mlx-dflash[plot]'") from error
+    known, ending = sorted(FigureCanvasBase.get_supported_filetypes()), Path(file_name).suffix[1:].lower()
+    if ending not in known:
+        raise ValueError(f"--plot {file_name}: the ending must be one of {', '.join(known)}, got {ending or 'none'}")
+    if not Path(file_name).absolute().parent.is_dir():
+        raise ValueError(f"--plot {file_name}: there is no folder {Path(file_name).parent}")
+
+
+def plot(report: dict[str, Any], file_name: str, plain: str) -> None:
+    """Write the picture; the ending of the name says its format. plain: the name of the arm without a draft."""
+    from matplotlib.figure import Figure
+
     arms = [name for name, told in report["all"].items() if told["runs"]]
     colours = dict(zip((a for a in arms if a != plain), _COLOURS * len(arms))) | {plain: _PLAIN_COLOUR}
     figure = Figure(figsize=(13, 4.6), layout="constrained")

@@ -5,7 +5,6 @@ Watches a session from outside, between its rounds; prints what is there.
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice

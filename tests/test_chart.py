@@ -3,6 +3,8 @@
 import pytest
 
 pytest.importorskip("matplotlib")
+import mlx_dflash.train.__main__ as train
+from mlx_dflash import benchmark, loading
 from mlx_dflash.chart import plot
 
 SETUP = {"model": "m", "prompts": 2, "repeat": 1, "temp": 0.0, "device": "cpu", "mlx": "0.32"}
@@ -30,6 +32,11 @@ def test_picture_of_a_report(tmp_path, groups, ending, begins):
         assert file.read_text().count('id="axes_') == 3
 
 
-def test_unknown_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="xyz"):
-        plot({"setup": SETUP, "groups": {"a": {"block 8": DRAFTED}}, "all": {"block 8": DRAFTED}}, str(tmp_path / "out.xyz"), "mlx-lm")
+@pytest.mark.parametrize("name, told", [("out.xyz", "got xyz"), ("out", "got none"), ("nowhere/out.png", "there is no folder")])
+@pytest.mark.parametrize("command", [benchmark.main, lambda args: train.main(["eval", "--model", "demo", "--draft-model", "demo", *args])])
+def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path, name, told, command, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(benchmark, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as stop:
+        command(["--plot", str(tmp_path / name)])
+    assert told in f"{stop.value}{capsys.readouterr().err}"

@@ -27,10 +27,13 @@ def run(args: argparse.Namespace) -> None:
 
     from .. import benchmark
     from ..api import stream_generate
+    from ..chart import check_plot, plot
     from ..loading import load, load_draft
 
     if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts is not None and args.num_prompts < 1):
         raise ValueError(f"--max-tokens must be 2 or more, --num-prompts 1 or more, --temp not negative; got {args.max_tokens}, {args.num_prompts}, {args.temp}")
+    if args.plot:
+        check_plot(args.plot)
     model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
     drafts = dict(zip(_short_names(args.draft_model), map(load_draft, args.draft_model)))
     cases = _cases(args, tokenizer)
@@ -49,8 +52,6 @@ def run(args: argparse.Namespace) -> None:
     print(table(report, list(drafts)))
     print(json.dumps({"setup": setup, **report}))
     if args.plot:
-        from ..chart import plot
-
         plot({"setup": setup, **report}, args.plot, benchmark.PLAIN)
 
 
