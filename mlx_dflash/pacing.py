@@ -7,7 +7,7 @@ Knows counts and seconds only.
 
 _MEMORY = 0.95  # weight of the past against one more round, for the share of kept drafts
 _FIRST_GUESS, _GUESS_WEIGHT = 0.6, 2.0  # share of kept drafts before anything is known; in rounds
-_COST_MEMORY = 0.8  # the same for the cost of a round
+_COST_MEMORY = 0.9  # the same for the cost of a round
 _FIRST_CHECK, _LAST_CHECK = 16, 256  # rounds
 
 

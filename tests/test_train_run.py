@@ -90,6 +90,14 @@ def test_fit_writes_drafts_that_load_and_keep_the_text(place, tmp_path, capsys):
     assert numbers[-1] < numbers[0], numbers
 
 
+def test_text_of_another_target_is_told(place, tmp_path, capsys):
+    header, rest = (place / "data.jsonl").read_text().split("\n", 1)
+    for name, target in (("own", place / "target"), ("other", "somebody/else")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**json.loads(header), "target": str(target)}) + "\n" + rest)
+        fit(place, tmp_path / name, data=tmp_path / f"{name}.jsonl", steps=1)
+        assert ("made with somebody/else" in capsys.readouterr().err) == (name == "other")
+
+
 def test_resumed_run_equals_the_run_that_was_not_stopped(place, tmp_path, monkeypatch):
     fit(place, tmp_path / "whole")
     step = Trainer.step

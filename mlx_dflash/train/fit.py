@@ -17,6 +17,7 @@ from ..draft.model import DraftModel
 from ..draft.vocabulary import frequent
 from ..loading import build_draft, check_pair, head_rows, load, local_draft, read_draft, unpacked
 from ..structure import Structure
+from .corpus import read_header
 from .export import save_draft
 from .features import Teacher
 from .loss import Columns, Weighting
@@ -206,6 +207,9 @@ class Fit:
             f"data: {self.num_learned} samples, {len(material.measured)} held out, {material.num_left_out} left out: too short, or also held out",
             f"updates: {self.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, on {self.group.size()} machines",
         ]
+        # A name is all that a file tells: the same target may have another one on another machine.
+        others = {str(read_header(path).get("target", self.args.model)) for path in self.args.data} - {self.args.model}
+        lines += [f"text: made with {other}, not {self.args.model}; a draft learns best from the answers of its own target" for other in sorted(others)]
         _, known = map(np.array, trainer.head.columns.of(mx.arange(config.vocab_size)))
         if not known.all():
             share = self.counts[known].sum() / max(1, self.num_tokens)
