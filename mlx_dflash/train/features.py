@@ -104,19 +104,19 @@ class LessonStore:
         if found != description:
             raise ValueError(f"{folder} holds lessons of {found}, not of {description}; remove it or choose another folder")
 
-    def fill(self, teacher: Teacher, progress: Callable[[int, int], None]) -> None:
-        """Make the lessons that are missing. progress gets the number of those that are there, and of all."""
+    def fill(self, teacher: Teacher, progress: Callable[[int], None]) -> None:
+        """Make the lessons that are missing. progress gets the number of those that are there."""
         rows = min(r.count() for r in (self._features, self._ids, self._logits))
         first = int(np.searchsorted(self._ends, rows, side="right")) - 1
         for part in (self._features, self._ids, self._logits):
             part.cut(int(self._ends[first]))
-        progress(first, len(self.samples))
+        progress(first)
         for i in range(first, len(self.samples)):
             lesson = teacher.lesson(self.samples[i])
             self._features.append(np.array(lesson.features.astype(self.dtype).view(_unsigned(self.dtype))))
             self._ids.append(np.array(lesson.top_ids))
             self._logits.append(np.array(lesson.top_logits))
-            progress(i + 1, len(self.samples))
+            progress(i + 1)
             if i % 64 == 0:
                 mx.clear_cache()
 

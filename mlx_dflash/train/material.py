@@ -104,7 +104,7 @@ def stored_lessons(
     stores, before = [], 0
     for name, samples in (("learned", material.learned), ("measured", material.measured)):
         store = LessonStore(folder / name, samples, getattr(mx, dtype), teacher.width, {"samples": len(samples), **about})
-        store.fill(teacher, lambda done, total, before=before: progress(before + done))
+        store.fill(teacher, lambda done, before=before: progress(before + done))
         stores.append(store)
         before += len(samples)
     return tuple(stores)
