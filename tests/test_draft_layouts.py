@@ -31,11 +31,15 @@ NUM_CONTEXT = 12
 
 
 def logits_of(path, embed=None, head=None, config=None):
+    """Logits and proposal of the draft in a folder or file."""
+    return logits_of_draft(mlx_dflash.load_draft(str(path)), embed, head, config)
+
+
+def logits_of_draft(draft, embed=None, head=None, config=None):
     """Draft logits and proposal behind a fixed random context, with the target's (or these) embedding and head."""
     config = config or draft_config()
     features, table, rows = draft_inputs(config, NUM_CONTEXT)
     table, rows = mx.array(table if embed is None else embed), mx.array(rows if head is None else head)
-    draft = mlx_dflash.load_draft(str(path))
     drafter = Drafter(draft, lambda ids: table[ids], lambda h: h @ rows.T, Dice())
     drafter.extend_context(mx.array(features[None]))
     return np.array(drafter.draft_logits(7)), drafter.propose(7, 99).tolist()

@@ -5,7 +5,7 @@ caches do not batch. Knows prompts and mlx-lm; knows nothing of training.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def _chances(model: Any, prompts: list[list[int]]) -> list[mx.array]:
     return [found[place] for place in places]
 
 
-def batched_answers(model: Any, tokenizer: Any, todo: Sequence[tuple[int, Prompt]], style: Style, batch_size: int) -> Iterator[Sample]:
+def batched_answers(model: Any, tokenizer: Any, todo: Iterable[tuple[int, Prompt]], style: Style, batch_size: int) -> Iterator[Sample]:
     """Answer prompts, each with its number, batch_size of them at a time, in the order in which they are finished."""
     waiting = iter(todo)
     asked: dict[int, tuple[int, Prompt]] = {}
@@ -98,7 +98,7 @@ def batched_answers(model: Any, tokenizer: Any, todo: Sequence[tuple[int, Prompt
         generator.close()
 
 
-def single_answers(pair: tuple[Any, Any, Any], todo: Sequence[tuple[int, Prompt]], style: Style) -> Iterator[Sample]:
+def single_answers(pair: tuple[Any, Any, Any], todo: Iterable[tuple[int, Prompt]], style: Style) -> Iterator[Sample]:
     """Answer prompts one after the other. pair: model, tokenizer, and a draft or None."""
     model, tokenizer, draft = pair
     options = {} if draft is None else {"draft_model": draft, "block_size": "auto"}

@@ -6,10 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import mlx.core as mx
 
 from .answers import Style, batched_answers, can_batch, single_answers
 from .corpus import CorpusWriter, Sample
+from .own_prompts import Answers, write_own_prompts
 from .prompts import Prompt, read_prompts, read_texts
 
 _DEFAULTS = {
@@ -23,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", help="file of prompts that the target answers: .jsonl, or one a line")
+    source.add_argument("--own-prompts", type=int, metavar="N", help="let the target write N prompts itself, kept beside the file to write, and answer them")
     source.add_argument("--text", help="text to take as it is: a .jsonl file, a text file, or a folder of them")
     add("--out", required=True, help="file to write, or to continue")
     add("--draft-model", help="speeds up the answers of a target whose caches do not batch")
@@ -38,28 +42,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write what is missing in the file."""
-    import mlx.core as mx
-
-    from ..loading import check_pair, load, load_draft
+    from ..loading import load
     from ..structure import Structure
 
-    _refuse_unused(args)
+    _check(args)
     style = Style(args.max_tokens, args.sampled_share, args.temp, args.top_p, args.seed)
-    for name, least in (("batch_size", 1), ("max_length", 2), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}")
-    if not Path(args.prompts or args.text).exists():
-        raise ValueError(f"{args.prompts or args.text} does not exist")
     model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
-    prompts = read_prompts(args.prompts, tokenizer) if args.prompts else read_texts(args.text, tokenizer, args.max_length)
-    header = {"target": args.model, "vocab_size": Structure(model).vocab_size, "from": args.prompts or args.text}
-    header |= vars(style) if args.prompts else {"max_length": args.max_length}
-    draft, is_batched = None, bool(args.prompts) and can_batch(model)
-    if args.draft_model:
-        if is_batched:
-            raise ValueError("--draft-model is for targets whose caches do not batch; this one answers many prompts at a time without")
-        draft = load_draft(args.draft_model)
-        check_pair(model, draft)
+    answers = None if args.text else _answers(args, model, tokenizer)
+    if args.own_prompts:
+        args.prompts = str(_own_prompts(args, tokenizer, answers))
+    prompts = read_texts(args.text, tokenizer, args.max_length) if args.text else read_prompts(args.prompts, tokenizer)[: args.own_prompts]
+    header = {"target": args.model, "vocab_size": Structure(model).vocab_size, "from": args.text or args.prompts}
+    header |= {"max_length": args.max_length} if args.text else vars(style)
     writer = CorpusWriter(args.out, header)
     for i, ids in writer.sources.items():
         if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
@@ -67,25 +61,66 @@ def run(args: argparse.Namespace) -> None:
     todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
     found = len(writer.sources)
     mx.random.seed(args.seed + found)
-    if args.text:
-        samples: Iterator[Sample] = (Sample(p.ids, p.length, i, p.kind) for i, p in todo)
-    elif is_batched:
-        samples = batched_answers(model, tokenizer, todo, style, args.batch_size)
-    else:
-        samples = single_answers((model, tokenizer, draft), todo, style)
+    samples = (Sample(p.ids, p.length, i, p.kind) for i, p in todo) if answers is None else answers(todo, style)
     done = _write(writer, samples, prompts)
     print(report(args.out, done, found))
     if done["samples"] < done["of"]:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        sys.exit(130)
+        _leave()
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what can be refused before the target is loaded."""
+    _refuse_unused(args)
+    for name, least in (("batch_size", 1), ("max_length", 2), ("seed", 0), ("own_prompts", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+    path = args.prompts or args.text
+    if path and not Path(path).exists():
+        raise ValueError(f"{path} does not exist")
+
+
+def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
+    """How the target answers: many prompts at a time if it can, or one by one."""
+    from ..loading import check_pair, load_draft
+
+    if can_batch(model):
+        if args.draft_model:
+            raise ValueError("--draft-model is for targets whose caches do not batch; this one answers many prompts at a time without")
+        return lambda todo, style: batched_answers(model, tokenizer, todo, style, args.batch_size)
+    draft = None
+    if args.draft_model:
+        draft = load_draft(args.draft_model)
+        check_pair(model, draft)
+    return lambda todo, style: single_answers((model, tokenizer, draft), todo, style)
+
+
+def _own_prompts(args: argparse.Namespace, tokenizer: Any, answers: Answers) -> Path:
+    """Let the target write what is missing of its prompts; return their file, which is beside the one to write."""
+    from tqdm import tqdm
+
+    path = Path(args.out).with_suffix(".prompts.jsonl")
+    with tqdm(total=args.own_prompts, unit="prompt", disable=None) as bar:
+        try:
+            for done in write_own_prompts(path, args.own_prompts, tokenizer, answers, args.seed):
+                bar.update(done - bar.n)
+        except KeyboardInterrupt:
+            _leave()
+    return path
+
+
+def _leave() -> NoReturn:
+    print("interrupted; the same command goes on", file=sys.stderr)
+    sys.exit(130)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raise ValueError for options that the other source of text would need."""
-    unused = {"max_length": _DEFAULTS["max_length"]} if args.prompts else {key: value for key, value in _DEFAULTS.items() if key != "max_length"}
-    given = [f"--{key.replace('_', '-')}" for key, value in unused.items() if getattr(args, key) != value]
+    source = "--text" if args.text else "--own-prompts" if args.own_prompts is not None else "--prompts"
+    unused = [key for key in _DEFAULTS if (key == "max_length") != (source == "--text")]
+    given = [f"--{key.replace('_', '-')}" for key in unused if getattr(args, key) != _DEFAULTS[key]]
     if given:
-        raise ValueError(f"{', '.join(given)} cannot go with {'--prompts' if args.prompts else '--text'}")
+        raise ValueError(f"{', '.join(given)} cannot go with {source}")
 
 
 def _write(writer: CorpusWriter, samples: Iterator[Sample], prompts: list[Prompt]) -> dict[str, Any]:
