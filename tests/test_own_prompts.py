@@ -54,6 +54,11 @@ def test_a_file_that_was_cut_off_is_continued(tmp_path):
     assert write(path, 2)[0] == prompts, "nothing is asked when enough is there"
 
 
+def test_a_line_of_ones_own_without_a_newline_is_kept(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "mine"}')
+    assert write(tmp_path / "p.jsonl", 2, ("one",))[0] == ["mine", "one"]
+
+
 def test_a_target_that_repeats_itself_ends_in_an_error(tmp_path):
     with pytest.raises(ValueError, match="nothing new where a user would speak: 1 prompts of 2"):
         write(tmp_path / "p.jsonl", 2, *[("again",)] * 99)

@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import mlx.core as mx
 
@@ -33,9 +33,7 @@ def write_own_prompts(path: Path, count: int, tokenizer: Any, answers: Answers, 
     opening, end = _place_of_user(tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_alone(path) as file:
-        whole = path.read_bytes().rpartition(b"\n")[:2]  # without a last line that was cut off
-        file.truncate(len(b"".join(whole)))
-        seen = set(whole[0].decode().split("\n")) - {""}
+        seen = _whole_lines(path, file)
         yield len(seen)
         if len(seen) >= count:
             return
@@ -58,6 +56,26 @@ def write_own_prompts(path: Path, count: int, tokenizer: Any, answers: Answers, 
                     return
         finally:
             said.close()
+
+
+def _whole_lines(path: Path, file: TextIO) -> set[str]:
+    """The lines of a file, which loses a last one that was cut off. file: it, open to append to."""
+    before, _, last = path.read_bytes().rpartition(b"\n")
+    lines = before.decode().split("\n")
+    if _is_json(last):
+        lines.append(last.decode())
+        file.write("\n")
+    else:
+        file.truncate(path.stat().st_size - len(last))
+    return set(lines) - {""}
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _place_of_user(tokenizer: Any) -> tuple[Prompt, str]:
