@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.gguf_file import GGUFFile
-from mlx_dflash.loading import load_draft, unpacked
+from mlx_dflash.loading import build_draft, load_draft, read_draft, unpacked
 
 NUM_TOKENS = 24
 
@@ -44,8 +44,8 @@ def check_draft(folder: Path, source: Path, is_exact: bool) -> Comparison:
 
     is_exact: raise ValueError unless they are equal in the element types that both have.
     """
-    dtype = None if is_exact else mx.float32
-    return _judged(compare(*(draft_rows(load_draft(str(path), dtype=dtype)) for path in (folder, source))), is_exact)
+    drafts = (build_draft(*read_draft(path), path) if is_exact else load_draft(str(path), dtype=mx.float32) for path in (folder, source))
+    return _judged(compare(*map(draft_rows, drafts)), is_exact)
 
 
 def check_target(folder: Path, source: str, revision: str | None) -> Comparison:

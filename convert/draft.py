@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from mlx_dflash.draft.model import DraftModel
-from mlx_dflash.loading import build_draft, load_draft, read_draft, unpacked
+from mlx_dflash.loading import build_draft, read_draft, unpacked
 
 from .card import write_card
 from .output import cast, new_folder, refuse_existing, write_config, write_weights
@@ -77,7 +77,7 @@ def convert_draft(
         write_weights(folder, tensors)
         write_config(folder, config)
         write_card(folder, Path(mlx_path).name, origin or str(source), draft_facts(draft, config))
-        load_draft(str(folder))
+        mx.eval(build_draft(*read_draft(folder), folder).parameters())
     return Path(mlx_path)
 
 

@@ -83,7 +83,7 @@ def examine(model: str | None, draft_model: str | None) -> Report:
     draft = _draft(report, draft_name) if draft_name else None
     if target and draft:
         _pair(report, target, draft)
-    _memory(report, [source for source in (target, draft and draft[0]) if source])
+    _memory(report, ([target.num_bytes] if target else []) + ([_bytes_in_memory(*draft)] if draft else []))
     return report
 
 
@@ -211,8 +211,14 @@ def _pair(report: Report, target: Source, draft: tuple[Source, DraftConfig]) -> 
         report.add("ok", "target and draft fit: layers, hidden size and vocabulary agree")
 
 
-def _memory(report: Report, sources: list[Source]) -> None:
-    sizes = [source.num_bytes for source in sources]
+def _bytes_in_memory(source: Source, config: DraftConfig) -> int | None:
+    """What a draft takes when it is loaded: on the CPU a quantized one is unpacked to 32 bits a weight."""
+    if source.num_bytes is None or not config.quantization or mx.default_device().type != mx.DeviceType.cpu:
+        return source.num_bytes
+    return source.num_bytes * 32 // config.quantization["bits"]
+
+
+def _memory(report: Report, sizes: list[int | None]) -> None:
     if not sizes or None in sizes:
         return
     needed, available = sum(sizes), _memory_bytes()

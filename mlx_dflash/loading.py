@@ -73,8 +73,8 @@ def load_draft(
 ) -> DraftModel:
     """Load a DFlash draft from a folder or hub repository as published, or as converted; "demo" is the demo pair's.
 
-    dtype: element type of weights and activations, None for the checkpoint's own. On the CPU a quantized
-    draft is unpacked, to float32 unless dtype says otherwise: MLX has no fast quantized products there. kernels: "auto" uses our Metal
+    dtype: element type of weights and activations, None for the checkpoint's own. On the CPU, where MLX has no fast
+    quantized products, a quantized draft is unpacked, to float32 unless dtype says otherwise (32 bits a weight). kernels: "auto" uses our Metal
     kernels, for the draft and for its target's verify, where they passed their self-check on this machine and are
     faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
@@ -204,7 +204,9 @@ def unpacked(model: nn.Module) -> nn.Module:
     from mlx_lm.utils import dequantize_model
 
     model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
-    return dequantize_model(model)
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)  # matrices whose scales are no floats come out in bfloat16
+    return model
 
 
 def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:

@@ -1,81 +1,74 @@
 """Prompts that nobody has to write: what the target says where a user would speak.
 
-A draft learns from the target's answers, and the questions that a chat model was trained on come easily to itself.
+A draft learns from the target's answers, and a chat model knows by heart what users ask.
 Source: Magpie, alignment data synthesis from scratch by prompting aligned LLMs with nothing (Xu et al., 2024).
 """
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import mlx.core as mx
+from jinja2.exceptions import TemplateError
 
 from .answers import Style
+from .corpus import Sample
 from .files import open_alone
-from .prompts import Prompt
+from .prompts import Prompt, read_prompts
 
 _MOST_TOKENS = 128  # of a prompt; longer ones are given up
-_TEMPERATURE = 0.9
-_PATIENCE = 50  # answers in turn that are no new prompt
+_STYLE = Style(_MOST_TOKENS, sampled_share=1.0, temperature=0.9)
+_PATIENCE = 50  # turns that are no new prompt, one after the other
 _PLACE = "USER-SPEAKS-HERE"
+_BEGINNING = b'{"prompt": "'  # of a line
 
-Answers = Callable[[Iterator[tuple[int, Prompt]], Style], Iterator[Any]]
-
-
-def write_own_prompts(path: Path, count: int, tokenizer: Any, answers: Answers, seed: int) -> Iterator[int]:
-    """Add prompts to a .jsonl file until it has `count`, all different; yield how many are there, first and after each.
-
-    answers: lets the target go on with prompts. Raises ValueError where the chat template has no place for a user,
-    and where the target no longer says anything new there.
-    """
-    opening, end = _place_of_user(tokenizer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_alone(path) as file:
-        seen = _whole_lines(path, file)
-        yield len(seen)
-        if len(seen) >= count:
-            return
-        mx.random.seed(seed + len(seen))
-        missed, style = 0, Style(_MOST_TOKENS, sampled_share=1.0, temperature=_TEMPERATURE, seed=seed)
-        said = answers(((number, opening) for number in itertools.count(len(seen))), style)
-        try:
-            for sample in said:
-                line = _line(tokenizer, sample.tokens[sample.prompt_length :], end)
-                missed = missed + 1 if line is None or line in seen else 0
-                if missed > _PATIENCE:
-                    raise ValueError(f"the target says nothing new where a user would speak: {len(seen)} prompts of {count}; give a file of --prompts")
-                if missed:
-                    continue
-                seen.add(line)
-                file.write(line + "\n")
-                file.flush()
-                yield len(seen)
-                if len(seen) == count:
-                    return
-        finally:
-            said.close()
+Answers = Callable[[Iterable[tuple[int, Prompt]], Style], Iterator[Sample]]
 
 
-def _whole_lines(path: Path, file: TextIO) -> set[str]:
-    """The lines of a file, which loses a last one that was cut off. file: it, open to append to."""
-    before, _, last = path.read_bytes().rpartition(b"\n")
-    lines = before.decode().split("\n")
-    if _is_json(last):
-        lines.append(last.decode())
-        file.write("\n")
-    else:
-        file.truncate(path.stat().st_size - len(last))
-    return set(lines) - {""}
+class OwnPrompts:
+    """Lets a target speak as a user. Raises ValueError where its chat template has no place for one."""
 
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._opening, self._end = _place_of_user(tokenizer)
 
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+    def write(self, path: Path, count: int, answers: Answers, seed: int) -> Iterator[int]:
+        """Add prompts to a .jsonl file until it has `count`, all different; yield how many are there, first and after each.
+
+        answers: lets the target go on with prompts. Raises ValueError that names the line for a file of something else,
+        and where the target says nothing new any more.
+        """
+        with open_alone(path) as file:
+            file.truncate(_whole_bytes(path.read_bytes()))
+            found = read_prompts(path, self.tokenizer) if path.stat().st_size else []
+            lines = path.read_text(encoding="utf-8").split("\n")
+            if lines[-1]:
+                file.write("\n")
+            yield (number := len(found))
+            mx.random.seed(seed + number)
+            seen, missed = set(lines), 0
+            while number < count:
+                # All that are begun are heard to their end: else the file would hold the short ones.
+                for sample in answers([(i, self._opening) for i in range(number, count)], _STYLE):
+                    line = self._line(sample.tokens[sample.prompt_length :])
+                    missed = missed + 1 if line is None or line in seen else 0
+                    if missed > _PATIENCE:
+                        raise ValueError(f"{missed} times in a row the target said nothing new as a user, or no end in {_MOST_TOKENS} tokens; give a file of --prompts")
+                    if not missed:
+                        seen.add(line)
+                        file.write(line + "\n")
+                        file.flush()
+                        yield (number := number + 1)
+
+    def _line(self, tokens: Sequence[int]) -> str | None:
+        """A line of the file, None if the turn did not end, is empty or holds more than a user's words."""
+        has_ended = tokens[-1] in self.tokenizer.eos_token_ids
+        text, found, _ = self.tokenizer.decode(tokens[:-1] if has_ended else tokens).partition(self._end)
+        text = text.strip()
+        if not text or not (found or has_ended) or any(token in text for token in self.tokenizer.all_special_tokens):
+            return None
+        return json.dumps({"prompt": text}, ensure_ascii=False)
 
 
 def _place_of_user(tokenizer: Any) -> tuple[Prompt, str]:
@@ -83,17 +76,30 @@ def _place_of_user(tokenizer: Any) -> tuple[Prompt, str]:
     if not tokenizer.has_chat_template:
         raise ValueError("the target has no chat template, so it cannot speak as a user; give a file of --prompts")
     messages = [{"role": "user", "content": _PLACE}]
-    before, _, after = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).partition(_PLACE)
-    ids = tokenizer.encode(before, add_special_tokens=False)
-    if not ids or not after.strip():
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the target's chat template refuses a user's message: {error}; give a file of --prompts") from error
+    before, _, after = text.partition(_PLACE)
+    # Its space, if any, is part of the user's first token.
+    ids, after = tokenizer.encode(before.rstrip(" "), add_special_tokens=False), after.strip()
+    if not ids or not after:
         raise ValueError("the target's chat template does not show where a user's turn begins and ends; give a file of --prompts")
-    return Prompt(ids, len(ids)), after.strip().splitlines()[0]
+    first = [token for token in tokenizer.all_special_tokens if after.startswith(token)]
+    return Prompt(ids, len(ids)), max(first, key=len) if first else after.splitlines()[0]
 
 
-def _line(tokenizer: Any, tokens: Sequence[int], end: str) -> str | None:
-    """A line of the file, None if the turn did not end or is empty."""
-    has_ended = tokens[-1] in tokenizer.eos_token_ids
-    text, found, _ = tokenizer.decode(tokens[:-1] if has_ended else tokens).partition(end)
-    if not text.strip() or not (found or has_ended):
-        return None
-    return json.dumps({"prompt": text.strip()}, ensure_ascii=False)
+def _whole_bytes(content: bytes) -> int:
+    """How many bytes of a file are whole lines: all, unless a line was cut off as it was written."""
+    before, newline, last = content.rpartition(b"\n")
+    is_ours = _BEGINNING.startswith(last[: len(_BEGINNING)])
+    return len(before + newline) if is_ours and not _is_json(last) else len(content)
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether a line is whole."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -1,10 +1,11 @@
-"""Write training text: the target's own answers to prompts, or existing text as it is."""
+"""Write training text: the target's own answers to prompts, which it may write too, or existing text as it is."""
 
 import argparse
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ import mlx.core as mx
 
 from .answers import Style, batched_answers, can_batch, single_answers
 from .corpus import CorpusWriter, Sample
-from .own_prompts import Answers, write_own_prompts
+from .own_prompts import Answers, OwnPrompts
 from .prompts import Prompt, read_prompts, read_texts
 
 _DEFAULTS = {
@@ -26,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", help="file of prompts that the target answers: .jsonl, or one a line")
-    source.add_argument("--own-prompts", type=int, metavar="N", help="let the target write N prompts itself, kept beside the file to write, and answer them")
+    source.add_argument("--own-prompts", type=int, metavar="N", help="let a chat model write the prompts too, N in all; kept beside OUT, as data.prompts.jsonl beside data.jsonl")
     source.add_argument("--text", help="text to take as it is: a .jsonl file, a text file, or a folder of them")
     add("--out", required=True, help="file to write, or to continue")
     add("--draft-model", help="speeds up the answers of a target whose caches do not batch")
@@ -48,21 +49,27 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     style = Style(args.max_tokens, args.sampled_share, args.temp, args.top_p, args.seed)
     model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
-    answers = None if args.text else _answers(args, model, tokenizer)
-    if args.own_prompts:
-        args.prompts = str(_own_prompts(args, tokenizer, answers))
-    prompts = read_texts(args.text, tokenizer, args.max_length) if args.text else read_prompts(args.prompts, tokenizer)[: args.own_prompts]
-    header = {"target": args.model, "vocab_size": Structure(model).vocab_size, "from": args.text or args.prompts}
+    header = {"target": args.model, "vocab_size": Structure(model).vocab_size, "from": args.text or args.prompts or "prompts of its own"}
     header |= {"max_length": args.max_length} if args.text else vars(style)
-    writer = CorpusWriter(args.out, header)
-    for i, ids in writer.sources.items():
-        if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
-            raise ValueError(f"{args.out} holds an answer to another prompt {i + 1} than {header['from']} has now; choose another file to write to")
-    todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
-    found = len(writer.sources)
-    mx.random.seed(args.seed + found)
-    samples = (Sample(p.ids, p.length, i, p.kind) for i, p in todo) if answers is None else answers(todo, style)
-    done = _write(writer, samples, prompts)
+    own = OwnPrompts(tokenizer) if args.own_prompts else None
+    if args.text:
+        prompts = read_texts(args.text, tokenizer, args.max_length)
+    elif args.prompts:
+        prompts = read_prompts(args.prompts, tokenizer)
+    answers = None if args.text else _answers(args, model, tokenizer)
+    with closing(CorpusWriter(args.out, header)) as writer:
+        if own:
+            path = _own_prompts(args, own, answers)
+            # Those that were answered when more were asked for stay.
+            prompts = read_prompts(path, tokenizer)[: max([args.own_prompts, *(i + 1 for i in writer.sources)])]
+        for i, ids in writer.sources.items():
+            if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
+                raise ValueError(f"{args.out} holds an answer to another prompt {i + 1} than there is now; choose another file to write to")
+        todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
+        found = len(writer.sources)
+        mx.random.seed(args.seed + found)
+        samples = (Sample(p.ids, p.length, i, p.kind) for i, p in todo) if answers is None else answers(todo, style)
+        done = _write(writer, samples, prompts)
     print(report(args.out, done, found))
     if done["samples"] < done["of"]:
         _leave()
@@ -95,21 +102,24 @@ def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
     return lambda todo, style: single_answers((model, tokenizer, draft), todo, style)
 
 
-def _own_prompts(args: argparse.Namespace, tokenizer: Any, answers: Answers) -> Path:
+def _own_prompts(args: argparse.Namespace, own: OwnPrompts, answers: Answers) -> Path:
     """Let the target write what is missing of its prompts; return their file, which is beside the one to write."""
     from tqdm import tqdm
 
-    path = Path(args.out).with_suffix(".prompts.jsonl")
-    with tqdm(total=args.own_prompts, unit="prompt", disable=None) as bar:
-        try:
-            for done in write_own_prompts(path, args.own_prompts, tokenizer, answers, args.seed):
-                bar.update(done - bar.n)
-        except KeyboardInterrupt:
-            _leave()
+    out = Path(args.out)
+    path = out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl")
+    counts = own.write(path, args.own_prompts, answers, args.seed)
+    try:
+        with tqdm(total=args.own_prompts, initial=next(counts), unit="prompt", disable=None) as bar:
+            for _ in counts:
+                bar.update()
+    except KeyboardInterrupt:
+        _leave()
     return path
 
 
 def _leave() -> NoReturn:
+    """End as Ctrl-C does."""
     print("interrupted; the same command goes on", file=sys.stderr)
     sys.exit(130)
 
@@ -137,8 +147,6 @@ def _write(writer: CorpusWriter, samples: Iterator[Sample], prompts: list[Prompt
                 bar.set_postfix_str(f"{(writer.num_tokens - before) / (time.perf_counter() - began):.0f} tokens/s")
         except KeyboardInterrupt:
             pass  # the report says how far it came
-        finally:
-            writer.close()
     return {"samples": len(writer.sources), "of": len(prompts), "tokens": writer.num_tokens, "new tokens": writer.num_tokens - before,
             "seconds": time.perf_counter() - began, "kinds": kinds}  # fmt: skip
 
