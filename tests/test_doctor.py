@@ -7,6 +7,8 @@ import pytest
 from fixtures import byte_tokenizer, draft2_config, draft_config, draft_weights, save_draft, save_target, target_config, tiny_target
 from test_draft_layouts import speculators_config, write_gguf_draft
 
+from convert import convert_draft
+from convert.draft import Changes, Quantization
 from mlx_dflash import doctor
 
 
@@ -102,3 +104,13 @@ def test_weights_that_do_not_fit_the_memory(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_memory_bytes", lambda: 1000)
     status, text = run(capsys, flags)
     assert status == 1 and "fewer bits" in text
+
+
+@pytest.mark.parametrize("device, share", [(mx.cpu, 4), (mx.gpu, 1)], ids=["CPU", "GPU"])
+def test_a_quantized_draft_needs_room_for_what_it_is_unpacked_to(tmp_path, monkeypatch, device, share):
+    source = save_draft(tmp_path / "draft", draft_config(), draft_weights(draft_config()))
+    folder = convert_draft(source, tmp_path / "mlx", Changes(quantization=Quantization(8, 32)))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    report = doctor.examine(None, str(folder))
+    assert report.facts["memory"]["needed_bytes"] == share * size
