@@ -74,7 +74,7 @@ def load_draft(
     """Load a DFlash draft from a folder or hub repository as published, or as converted; "demo" is the demo pair's.
 
     dtype: element type of weights and activations, None for the checkpoint's own. On the CPU, where MLX has no fast
-    quantized products, a quantized draft is unpacked, to float32 unless dtype says otherwise (32 bits a weight). kernels: "auto" uses our Metal
+    quantized products, a quantized draft is unpacked, to float32 unless dtype says otherwise. kernels: "auto" uses our Metal
     kernels, for the draft and for its target's verify, where they passed their self-check on this machine and are
     faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.

