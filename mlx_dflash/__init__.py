@@ -6,9 +6,9 @@ Nothing heavy is imported before it is used.
 
 from importlib import import_module
 
-from .openblas import load_openblas
+from .blas import load_blas
 
-load_openblas()
+load_blas()
 
 _HOME = {
     "load": "loading",

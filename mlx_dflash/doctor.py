@@ -116,8 +116,8 @@ def _machine(report: Report) -> None:
         report.add("ok", f"GPU: {mx.device_info().get('device_name', 'Metal')}, {_gb(_memory_bytes())} for models")
     else:
         report.add("note", f"no Metal GPU here: everything runs on {report.facts['machine']['device']}, {_gb(_memory_bytes())} of memory")
-    if sys.platform == "linux" and device.type == mx.DeviceType.cpu and not _has_openblas():
-        report.add("note", "OpenBLAS is not loaded, so the CPU is 10 to 40 times slower than it could be", "apt-get install libopenblas0-pthread")
+    if sys.platform == "linux" and device.type == mx.DeviceType.cpu and not _has_fast_blas():
+        report.add("note", "neither BLIS nor OpenBLAS is loaded, so the CPU is 10 to 40 times slower than it could be", "apt-get install libblis4-openmp")
     if util.find_spec("gguf") is None:
         report.add("note", "GGUF files with k-quants cannot be read", "pip install gguf")
 
@@ -277,9 +277,9 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _has_openblas() -> bool:
+def _has_fast_blas() -> bool:
     maps = Path("/proc/self/maps")
-    return not maps.exists() or "openblas" in maps.read_text()
+    return not maps.exists() or any(name in maps.read_text() for name in ("libblis", "openblas"))
 
 
 def _version(package: str) -> str:

@@ -1,7 +1,8 @@
-"""Loads OpenBLAS, through the package, before any test imports MLX; with one thread, since the tests run in several processes."""
+"""Loads a fast BLAS, through the package, before any test imports MLX; with one thread, since the tests run in several processes."""
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+for blas in ("BLIS", "OPENBLAS"):
+    os.environ.setdefault(f"{blas}_NUM_THREADS", "1")
 
 import mlx_dflash  # noqa: E402, F401

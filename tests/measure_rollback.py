@@ -7,7 +7,7 @@ import json
 import platform
 import time
 
-import mlx_dflash  # noqa: F401  loads OpenBLAS first
+import mlx_dflash  # noqa: F401  loads a fast BLAS first
 import mlx.core as mx  # isort: skip
 import models
 from fixtures import OracleDrafter

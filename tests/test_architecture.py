@@ -37,7 +37,7 @@ LEVELS = {
     "cache": 3,
     "kernels": 2,
     "demo": 1,
-    "openblas": 1,
+    "blas": 1,
     "gguf_file": 1,
     "hub": 3,
     "checkpoint": 2,

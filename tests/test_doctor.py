@@ -1,6 +1,7 @@
 """The doctor's findings: what fits is said to fit, every mismatch is a fault with its subject, the exit status tells."""
 
 import json
+import sys
 
 import mlx.core as mx
 import pytest
@@ -36,6 +37,14 @@ def test_a_pair_that_fits(tmp_path, capsys):
     assert status == 0 and content["ok"] and content["facts"]["draft"]["num_drafts"] == 5
     assert content["facts"]["machine"]["versions"]["mlx"] == mx.__version__
     assert content["facts"]["memory"]["needed_bytes"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux" or mx.default_device() != mx.cpu, reason="other machines bring their own BLAS")
+@pytest.mark.parametrize("has", [True, False])
+def test_a_missing_blas_is_noted(tmp_path, capsys, monkeypatch, has):
+    monkeypatch.setattr(doctor, "_has_fast_blas", lambda: has)
+    status, text = run(capsys, save_pair(tmp_path))
+    assert status == 0 and ("apt-get install libblis4-openmp" in text) is not has
 
 
 def test_no_weights_are_read(tmp_path, capsys):

@@ -21,7 +21,7 @@ from mlx_dflash.target import Target, probe
 NEW_TOKENS = 60
 PROMPTS = {1: [3], 5: [1, 2, 3, 4, 5], 40: [(7 * i + i // 10) % 10 for i in range(40)]}
 SEED = 11
-NEAR_TIE = 1e-4  # of a log-probability; OpenBLAS may round two rows otherwise than one
+NEAR_TIE = 1e-4  # of a log-probability; BLAS may round two rows otherwise than one
 
 
 @pytest.fixture(autouse=True)
