@@ -1,10 +1,11 @@
 """Where an mlx-lm model keeps its layers, its embedding and its head, and what its layers return.
 
 Found by structure, not by family. Observes the layers, never changes them: the tapped entries of the layer list
-record their output inside a scope and are restored when it ends. Kernels for the few rows of a verify come and go in
-the same way. Knows models; knows nothing of caches or drafts.
+record their output inside a scope and are restored when it ends. Kernels for the few rows of a verify, and rotations
+that all layers share, come and go in the same way. Knows models; knows nothing of caches or drafts.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,6 +179,50 @@ def by_kernels(linears: list[tuple[nn.Module, str, nn.QuantizedLinear]], kernels
             mx.fast.scaled_dot_product_attention = stock
             for module, name, linear in linears:
                 dict.__setitem__(module, name, linear)
+
+
+@contextmanager
+def shared_rotations() -> Iterator[None]:
+    """On the CPU, compute the angles of RoPE once for all layers of a pass made inside the scope.
+
+    MLX's CPU backend composes RoPE of some forty operations, more than half of all that a small model consists of, and
+    most of them give the same cosines and sines in every layer. The results are the same, bit for bit.
+    """
+    if mx.default_device() != mx.cpu:
+        yield
+        return
+    stock, thread = mx.fast.rope, threading.get_ident()
+    tables: dict[tuple, tuple[mx.array, mx.array]] = {}
+
+    def rotate(a, dims, **kind):
+        is_plain = not kind["traditional"] and isinstance(kind["offset"], int) and kind.get("freqs") is None and kind.get("stream") is None
+        if not is_plain or a.ndim != 4 or threading.get_ident() != thread:
+            return stock(a, dims, **kind)
+        angles = a.shape[2], dims, kind["base"], kind["scale"], kind["offset"]
+        key = angles, a.dtype
+        if key not in tables:
+            tables[key] = tuple(factor.astype(a.dtype) for factor in _rotation(*angles))
+        cos, sin = tables[key]
+        turned, rest = a[..., :dims], a[..., dims:]
+        turned = turned * cos + mx.roll(turned, dims // 2, axis=-1) * sin
+        return mx.concatenate([turned, rest], axis=-1) if rest.size else turned
+
+    with _scope:
+        try:
+            mx.fast.rope = rotate
+            yield
+        finally:
+            mx.fast.rope = stock
+
+
+def _rotation(rows: int, dims: int, base: float, scale: float, offset: int) -> tuple[mx.array, mx.array]:
+    """Factors (rows, dims) of a vector and of its swapped halves, at positions offset to offset + rows - 1."""
+    half = dims // 2
+    positions = (mx.arange(rows, dtype=mx.float32) + offset) * scale
+    frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
+    angles = positions[:, None] * frequencies
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
 def features_of(outputs: dict[int, Any], layer_ids: Sequence[int], tokens: int, model: nn.Module) -> mx.array:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import rollback
 from .cache import KVQuantization
 from .kernels import Kernels
-from .structure import Structure, by_kernels, check_layer_ids, features_of, quantized_linears, tapped
+from .structure import Structure, by_kernels, check_layer_ids, features_of, quantized_linears, shared_rotations, tapped
 
 _PROBE = 4  # tokens
 _PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below
@@ -203,7 +203,8 @@ class Target:
         outputs = []
         try:
             for part in parts:
-                with tapped(self.structure, self.target_layer_ids) as taps, self._recurrences.recorded(bool(before.recurrent)):
+                recorded = self._recurrences.recorded(bool(before.recurrent))
+                with tapped(self.structure, self.target_layer_ids) as taps, recorded, shared_rotations():
                     logits = self.model(part[None], cache=self.caches)
                 if not taps and self.structure.calls_layers:
                     self.structure.calls_layers = False
