@@ -12,15 +12,15 @@ _FIRST_CHECK, _LAST_CHECK = 16, 256  # rounds
 
 
 class Pace:
-    """Chooses between blocks of 1 row (which drafts nothing, as plain generation), 2, 4, 8, ... rows and the longest.
+    """Chooses between blocks of 1 row (which drafts nothing, as plain generation), 2, 3, 4, 8, 16, ... rows and the longest.
 
     most: drafts of the longest block. costs: seconds a round by its number of drafts, as an earlier Pace of the same
     models left them; they are learned further, in place.
     """
 
     def __init__(self, most: int, costs: dict[int, float] | None = None):
-        rows = {2**i for i in range((most + 1).bit_length())} | {most + 1}
-        self.choices = sorted((n - 1 for n in rows), reverse=True)
+        rows = {3, most + 1, *(2**i for i in range((most + 1).bit_length()))}
+        self.choices = sorted((n - 1 for n in rows if n <= most + 1), reverse=True)
         self._costs = {} if costs is None else costs
         self._warm = set(self._costs)
         self._kept = [0.0] * most  # rounds that kept draft i, out of ...

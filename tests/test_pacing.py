@@ -54,6 +54,13 @@ def test_steep_costs_give_a_short_block():
     assert 0 < sum(choices[-100:]) / 100 < 2.5, choices[-100:]
 
 
+def test_three_rows_are_a_choice():
+    """As on a CPU that multiplies three rows for little more than one."""
+    _, choices = run(Pace(7), lambda k: (1.0, 1.15, 1.2, 1.5)[min(k, 3)], share=0.5, num_tokens=1500)
+    assert choices[-200:].count(2) > 150, choices[-200:]
+    assert Pace(1).choices == [1, 0] and Pace(2).choices == [2, 1, 0]
+
+
 def test_a_text_that_becomes_predictable_gets_drafts_again():
     pace = Pace(7)
     run(pace, flat, share=0.0)
@@ -64,14 +71,14 @@ def test_a_text_that_becomes_predictable_gets_drafts_again():
 def test_costs_are_handed_on():
     costs = {}
     run(Pace(7, costs), flat, share=0.9)
-    assert costs.keys() == {0, 1, 3, 7} and costs[7] == pytest.approx(1.25) and costs[0] == pytest.approx(1.0)
+    assert costs.keys() == {0, 1, 2, 3, 7} and costs[7] == pytest.approx(1.25) and costs[0] == pytest.approx(1.0)
     assert Pace(7, costs).num_drafts in costs
     _, choices = run(Pace(7, costs), flat, share=0.9, num_tokens=60)
     assert 0 not in choices
 
 
 def test_one_held_up_round_changes_little():
-    costs = {0: 1.0, 1: 1.25, 3: 1.25, 7: 1.25}
+    costs = {0: 1.0, 1: 1.25, 2: 1.25, 3: 1.25, 7: 1.25}
     Pace(7, costs).learn(7, 3, seconds=100.0)
     assert costs[7] <= 1.25 * 1.2
 
