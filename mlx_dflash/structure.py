@@ -160,7 +160,7 @@ def quantized_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Quantiz
 @contextmanager
 def by_kernels(linears: list[tuple[nn.Module, str, nn.QuantizedLinear]], kernels: Kernels) -> Iterator[None]:
     """Let kernels run these layers, and attention with a plain mask, in passes made inside the scope."""
-    stock, thread = mx.fast.scaled_dot_product_attention, threading.get_ident()
+    thread = threading.get_ident()
 
     def attend(q, k, v, *, scale, mask=None, sinks=None, **options):
         rows, keys = q.shape[2], k.shape[2]
@@ -170,6 +170,7 @@ def by_kernels(linears: list[tuple[nn.Module, str, nn.QuantizedLinear]], kernels
         return kernels.attend(q, Keys(k, v, keys - rows), Sight(causal=mask == "causal"), scale, sinks)
 
     with _scope:
+        stock = mx.fast.scaled_dot_product_attention
         try:
             mx.fast.scaled_dot_product_attention = attend
             for module, name, linear in linears:
@@ -191,7 +192,7 @@ def shared_rotations() -> Iterator[None]:
     if mx.default_device() != mx.cpu:
         yield
         return
-    stock, thread = mx.fast.rope, threading.get_ident()
+    thread = threading.get_ident()
     tables: dict[tuple, tuple[mx.array, mx.array]] = {}
 
     def rotate(a, dims, **kind):
@@ -208,6 +209,7 @@ def shared_rotations() -> Iterator[None]:
         return mx.concatenate([turned, rest], axis=-1) if rest.size else turned
 
     with _scope:
+        stock = mx.fast.rope
         try:
             mx.fast.rope = rotate
             yield

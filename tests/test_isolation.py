@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
-from mlx_dflash.structure import Structure, tapped
+from mlx_dflash.kernels import Kernels
+from mlx_dflash.structure import Structure, by_kernels, shared_rotations, tapped
 from mlx_dflash.target import Target, probe
 
 
@@ -72,6 +74,26 @@ def test_taps_are_gone_when_their_scope_ends(failing):
                 raise RuntimeError
     assert all(a is b for a, b in zip(model.layers, layers)), "a tap stands in the layer list"
     assert sorted(outputs) == [0, 3]
+
+
+@pytest.mark.parametrize("scope", [shared_rotations, lambda: by_kernels([], Kernels("off"))], ids=["rotations", "kernels"])
+def test_scopes_of_two_threads_leave_mlx_as_it_was(scope):
+    """The second thread comes to its scope while the first is inside, and must not take what it finds there for MLX's."""
+    before = mx.fast.rope, mx.fast.scaled_dot_product_attention
+    arrived = threading.Event()
+
+    def second():
+        arrived.set()
+        with scope():
+            pass
+
+    thread = threading.Thread(target=second)
+    with scope():
+        thread.start()
+        arrived.wait()
+        time.sleep(0.2)
+    thread.join()
+    assert (mx.fast.rope, mx.fast.scaled_dot_product_attention) == before
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU may round the same pass otherwise")
