@@ -279,7 +279,8 @@ def _memory_bytes() -> int:
 
 def _has_fast_blas() -> bool:
     maps = Path("/proc/self/maps")
-    return not maps.exists() or any(name in maps.read_text() for name in ("libblis", "openblas"))
+    loaded = maps.read_text() if maps.exists() else None
+    return loaded is None or "libblis" in loaded or "openblas" in loaded
 
 
 def _version(package: str) -> str:

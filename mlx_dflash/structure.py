@@ -158,26 +158,38 @@ def quantized_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Quantiz
 
 
 @contextmanager
+def _in_place_of(name: str, stand_in: Callable) -> Iterator[None]:
+    """Let this thread's calls of mx.fast.name, inside the scope, be calls of stand_in, which gets MLX's own first."""
+    with _scope:
+        stock, thread = getattr(mx.fast, name), threading.get_ident()
+
+        def call(*args, **kwargs):
+            return stand_in(stock, *args, **kwargs) if threading.get_ident() == thread else stock(*args, **kwargs)
+
+        try:
+            setattr(mx.fast, name, call)
+            yield
+        finally:
+            setattr(mx.fast, name, stock)
+
+
+@contextmanager
 def by_kernels(linears: list[tuple[nn.Module, str, nn.QuantizedLinear]], kernels: Kernels) -> Iterator[None]:
     """Let kernels run these layers, and attention with a plain mask, in passes made inside the scope."""
-    thread = threading.get_ident()
 
-    def attend(q, k, v, *, scale, mask=None, sinks=None, **options):
+    def attend(stock, q, k, v, *, scale, mask=None, sinks=None, **options):
         rows, keys = q.shape[2], k.shape[2]
         plain = (mask is None or isinstance(mask, str)) and not options
-        if threading.get_ident() != thread or not plain or not 1 < rows <= keys:
+        if not plain or not 1 < rows <= keys:
             return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
         return kernels.attend(q, Keys(k, v, keys - rows), Sight(causal=mask == "causal"), scale, sinks)
 
-    with _scope:
-        stock = mx.fast.scaled_dot_product_attention
+    with _in_place_of("scaled_dot_product_attention", attend):
         try:
-            mx.fast.scaled_dot_product_attention = attend
             for module, name, linear in linears:
                 dict.__setitem__(module, name, _FewRows(linear, kernels))
             yield
         finally:
-            mx.fast.scaled_dot_product_attention = stock
             for module, name, linear in linears:
                 dict.__setitem__(module, name, linear)
 
@@ -192,12 +204,11 @@ def shared_rotations() -> Iterator[None]:
     if mx.default_device() != mx.cpu:
         yield
         return
-    thread = threading.get_ident()
     tables: dict[tuple, tuple[mx.array, mx.array]] = {}
 
-    def rotate(a, dims, **kind):
+    def rotate(stock, a, dims, **kind):
         is_plain = not kind["traditional"] and isinstance(kind["offset"], int) and kind.get("freqs") is None and kind.get("stream") is None
-        if not is_plain or a.ndim != 4 or threading.get_ident() != thread:
+        if not is_plain or a.ndim != 4:
             return stock(a, dims, **kind)
         angles = a.shape[2], dims, kind["base"], kind["scale"], kind["offset"]
         key = angles, a.dtype
@@ -208,13 +219,8 @@ def shared_rotations() -> Iterator[None]:
         turned = turned * cos + mx.roll(turned, dims // 2, axis=-1) * sin
         return mx.concatenate([turned, rest], axis=-1) if rest.size else turned
 
-    with _scope:
-        stock = mx.fast.rope
-        try:
-            mx.fast.rope = rotate
-            yield
-        finally:
-            mx.fast.rope = stock
+    with _in_place_of("rope", rotate):
+        yield
 
 
 def _rotation(rows: int, dims: int, base: float, scale: float, offset: int) -> tuple[mx.array, mx.array]:
