@@ -50,8 +50,17 @@ def configure_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--revision", help="Branch, tag or commit of the repository on the hub.")
     add("--check", action="store_true", help="Load the result and compare what it computes with its source.")
-    add("--draft-vocab", type=int, metavar="N", help="Give a draft a head of only N tokens of the target's; needs --target.")
-    add("--draft-vocab-text", metavar="FILE", help="Keep the tokens most frequent in this text (default: the tokenizer's first).")
+    add(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="Give a draft a head of only N tokens of the target's; needs --target.",
+    )
+    add(
+        "--draft-vocab-text",
+        metavar="FILE",
+        help="Keep the tokens most frequent in this text (default: the tokenizer's first).",
+    )
     add("--target", help="The draft's target, whose tokenizer counts the tokens for --draft-vocab.")
     return parser
 
@@ -93,7 +102,9 @@ def quantization_of(options: argparse.Namespace) -> Quantization | None:
     """Give what -q asks for, or None. Raises ValueError for sizes without -q, and for -q together with -d."""
     wanted = Quantization(options.q_bits, options.q_group_size, options.q_mode, options.quant_predicate)
     if wanted != Quantization() and not options.quantize:
-        raise ValueError("--q-bits, --q-group-size, --q-mode and --quant-predicate go with -q; add it or leave them out")
+        raise ValueError(
+            "--q-bits, --q-group-size, --q-mode and --quant-predicate go with -q; add it or leave them out"
+        )
     if options.quantize and options.dequantize:
         raise ValueError("choose -q or -d, not both")
     return wanted if options.quantize else None

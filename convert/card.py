@@ -12,9 +12,7 @@ from mlx_dflash.card import card
 def write_card(folder: Path, name: str, origin: str, facts: dict[str, str]) -> None:
     """Write README.md. origin: path, or OWNER/NAME@REVISION of the hub. facts: lines of its table."""
     repo = origin.partition("@")[0]
-    text = (
-        f"Converted from {origin} with mlx_dflash {mlx_dflash.__version__} (mlx {mx.__version__}). The license is the source's."
-    )
+    text = f"Converted from {origin} with mlx_dflash {mlx_dflash.__version__} (mlx {mx.__version__}). The license is the source's."
     base_model = repo if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) else None
     (folder / "README.md").write_text(card(name, text, facts, base_model), encoding="utf-8")
 

@@ -44,7 +44,10 @@ def check_draft(folder: Path, source: Path, is_exact: bool) -> Comparison:
 
     is_exact: raise ValueError unless they are equal in the element types that both have.
     """
-    drafts = (build_draft(*read_draft(path), path) if is_exact else load_draft(str(path), dtype=mx.float32) for path in (folder, source))
+    drafts = (
+        build_draft(*read_draft(path), path) if is_exact else load_draft(str(path), dtype=mx.float32)
+        for path in (folder, source)
+    )
     return _judged(compare(*map(draft_rows, drafts)), is_exact)
 
 

@@ -92,7 +92,9 @@ def draft_facts(draft: DraftModel, config: dict[str, Any]) -> dict[str, str]:
         "tap layers of the target": ", ".join(map(str, shape.target_layer_ids)),
         "mask token": f"{shape.mask_token_id} of {shape.vocab_size}",
         "head": _head_in_words(draft),
-        "weights": f"{packing['bits']} bits, groups of {packing['group_size']}, {packing.get('mode', 'affine')}" if packing else "not quantized",
+        "weights": f"{packing['bits']} bits, groups of {packing['group_size']}, {packing.get('mode', 'affine')}"
+        if packing
+        else "not quantized",
     }
     return facts
 
@@ -130,7 +132,9 @@ def _reduce_head(draft: DraftModel, config: dict[str, Any], token_ids: Sequence[
     return config | {"draft_vocab_size": ids.size}
 
 
-def _quantized(draft: DraftModel, config: dict[str, Any], quantization: Quantization) -> tuple[DraftModel, dict[str, Any]]:
+def _quantized(
+    draft: DraftModel, config: dict[str, Any], quantization: Quantization
+) -> tuple[DraftModel, dict[str, Any]]:
     from contextlib import redirect_stdout
     from io import StringIO
 
@@ -156,5 +160,7 @@ def _quantized(draft: DraftModel, config: dict[str, Any], quantization: Quantiza
     after = sum(1 for name, _ in tree_flatten(draft.parameters()) if name.endswith(".scales"))
     if after == before:
         used = config["quantization"]["group_size"]
-        raise ValueError(f"the draft has no matrix whose rows divide into groups of {used}; choose another --q-group-size")
+        raise ValueError(
+            f"the draft has no matrix whose rows divide into groups of {used}; choose another --q-group-size"
+        )
     return draft, {k: v for k, v in config.items() if k != "quantization_config"}

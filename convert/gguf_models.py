@@ -84,25 +84,29 @@ def model_config(gguf: GGUFFile) -> dict:
     if isinstance(num_kv_heads, list):
         raise ValueError(f"{gguf.path.name} has KV heads that differ by layer; can convert one number for all")
     quantization = _quantization(gguf)
-    return {
-        "architectures": [family.architectures],
-        "model_type": family.model_type,
-        "hidden_act": "silu",
-        "hidden_size": hidden_size,
-        "intermediate_size": gguf.value(f"{prefix}.feed_forward_length"),
-        "num_hidden_layers": gguf.value(f"{prefix}.block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": gguf.value(f"{prefix}.attention.layer_norm_rms_epsilon"),
-        "vocab_size": gguf.entry("token_embd.weight").shape[0],
-        "max_position_embeddings": gguf.value(f"{prefix}.context_length"),
-        "rope_theta": gguf.value(f"{prefix}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(gguf, prefix),
-        "attention_bias": "blk.0.attn_q.bias" in gguf.directory,
-        "mlp_bias": "blk.0.ffn_up.bias" in gguf.directory,
-        "tie_word_embeddings": "output.weight" not in gguf.directory,
-    } | _more_config(gguf, family, prefix, head_dim) | ({"quantization": quantization} if quantization else {})
+    return (
+        {
+            "architectures": [family.architectures],
+            "model_type": family.model_type,
+            "hidden_act": "silu",
+            "hidden_size": hidden_size,
+            "intermediate_size": gguf.value(f"{prefix}.feed_forward_length"),
+            "num_hidden_layers": gguf.value(f"{prefix}.block_count"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": gguf.value(f"{prefix}.attention.layer_norm_rms_epsilon"),
+            "vocab_size": gguf.entry("token_embd.weight").shape[0],
+            "max_position_embeddings": gguf.value(f"{prefix}.context_length"),
+            "rope_theta": gguf.value(f"{prefix}.rope.freq_base", 10000.0),
+            "rope_scaling": _rope_scaling(gguf, prefix),
+            "attention_bias": "blk.0.attn_q.bias" in gguf.directory,
+            "mlp_bias": "blk.0.ffn_up.bias" in gguf.directory,
+            "tie_word_embeddings": "output.weight" not in gguf.directory,
+        }
+        | _more_config(gguf, family, prefix, head_dim)
+        | ({"quantization": quantization} if quantization else {})
+    )
 
 
 def _more_config(gguf: GGUFFile, family: Family, prefix: str, head_dim: int) -> dict:
@@ -115,7 +119,11 @@ def _more_config(gguf: GGUFFile, family: Family, prefix: str, head_dim: int) -> 
         return {}
     num_layers = gguf.value(f"{prefix}.block_count")
     # The largest Gemma 3 divides its queries by hidden size / heads, the others by the head size.
-    scalar = gguf.value(f"{prefix}.embedding_length") // gguf.value(f"{prefix}.attention.head_count") if num_layers == 62 else head_dim
+    scalar = (
+        gguf.value(f"{prefix}.embedding_length") // gguf.value(f"{prefix}.attention.head_count")
+        if num_layers == 62
+        else head_dim
+    )
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
@@ -194,7 +202,9 @@ def _rope_scaling(gguf: GGUFFile, prefix: str) -> dict | None:
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise ValueError(f"{gguf.path.name} scales RoPE by {kind!r}; can convert none, linear, yarn and Llama 3's factors")
+        raise ValueError(
+            f"{gguf.path.name} scales RoPE by {kind!r}; can convert none, linear, yarn and Llama 3's factors"
+        )
     scaling = {"type": kind, "rope_type": kind, "factor": gguf.value(f"{prefix}.rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = gguf.value(f"{prefix}.rope.scaling.original_context_length")

@@ -50,7 +50,9 @@ def _facts(gguf: GGUFFile, config: dict) -> dict[str, str]:
     """What the model card says: name -> value."""
     types = sorted({entry.type for entry in gguf.directory.values()})
     packing = config.get("quantization")
-    weights = f"{packing['bits']} bits, groups of {packing['group_size']}, as in the file" if packing else "not quantized"
+    weights = (
+        f"{packing['bits']} bits, groups of {packing['group_size']}, as in the file" if packing else "not quantized"
+    )
     return {"model type": config["model_type"], "types in the file": ", ".join(types), "weights": weights}
 
 

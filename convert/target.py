@@ -21,9 +21,15 @@ def convert_target(hf_path: str, mlx_path: str | Path, quantization: Quantizatio
     with new_folder(mlx_path) as folder:
         inner = folder / "model"
         convert(
-            hf_path, str(inner), quantize=quantization is not None, q_bits=bits, q_group_size=group_size, q_mode=mode,
-            quant_predicate=recipe, **options,
-        )  # fmt: skip
+            hf_path,
+            str(inner),
+            quantize=quantization is not None,
+            q_bits=bits,
+            q_group_size=group_size,
+            q_mode=mode,
+            quant_predicate=recipe,
+            **options,
+        )
         if not any(inner.glob("*.safetensors")):
             raise ValueError(f"{hf_path} holds no weights that mlx-lm converts")
         for path in inner.iterdir():

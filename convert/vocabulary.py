@@ -32,7 +32,9 @@ def target_tokenizer(target: str) -> Any:
 
         return load_tokenizer(target_path())
     path = local_path(target)
-    return load_tokenizer(path or Path(_download(target, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"])))
+    return load_tokenizer(
+        path or Path(_download(target, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]))
+    )
 
 
 def _stop_ids(tokenizer: Any) -> list[int]:

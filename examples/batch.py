@@ -12,4 +12,9 @@ for prompt in filter(None, prompts):
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
     responses = list(stream_generate(model, tokenizer, tokens, max_tokens=32, draft_model=draft))
     text, stats = "".join(r.text for r in responses), responses[-1].stats
-    print(json.dumps({"prompt": prompt, "answer": text, "tokens": len(responses), "acceptance_length": stats.acceptance_length}), flush=True)
+    print(
+        json.dumps(
+            {"prompt": prompt, "answer": text, "tokens": len(responses), "acceptance_length": stats.acceptance_length}
+        ),
+        flush=True,
+    )

@@ -14,5 +14,9 @@ for line in sys.stdin:
     for kind, text in conversation.ask(line.strip()):
         print(text, end="", flush=True)
     turn = conversation.turn
-    print(f"\n[{turn.num_cached} tokens were in the caches, {turn.num_read} read, {len(turn.tokens)} written]\n> ", end="", flush=True)
+    print(
+        f"\n[{turn.num_cached} tokens were in the caches, {turn.num_read} read, {len(turn.tokens)} written]\n> ",
+        end="",
+        flush=True,
+    )
 print()

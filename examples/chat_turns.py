@@ -8,7 +8,9 @@ cache = make_prompt_cache(model, draft)  # the target's caches, and the draft's 
 
 questions = ["My name is Ada. Say hello to me.", "What is my name?"]
 for turn, question in enumerate(questions):
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
     if turn:
         # The template begins every conversation with a system message; this one goes on.
         text = "\n" + text[text.index("<|im_start|>user") :]

@@ -16,7 +16,30 @@ with tempfile.TemporaryDirectory() as work:
     train(["data", "--model", TARGET, "--text", folder, "--out", str(data), "--max-length", "256"])
 
     # Go on from the given draft, gently. Give --valid-data to see its acceptance on text of your own.
-    train(["fit", "--model", TARGET, "--data", str(data), "--out", str(run), "--init-draft", DRAFT, "--learning-rate", "1e-4",
-           "--steps", "10", "--warmup", "2", "--batch-size", "1", "--save-every", "5", "--valid-count", "0"])  # fmt: skip
+    train(
+        [
+            "fit",
+            "--model",
+            TARGET,
+            "--data",
+            str(data),
+            "--out",
+            str(run),
+            "--init-draft",
+            DRAFT,
+            "--learning-rate",
+            "1e-4",
+            "--steps",
+            "10",
+            "--warmup",
+            "2",
+            "--batch-size",
+            "1",
+            "--save-every",
+            "5",
+            "--valid-count",
+            "0",
+        ]
+    )
 
     print(*sorted(str(path.relative_to(run)) for path in (run / "last").iterdir()), sep="\n")

@@ -12,4 +12,6 @@ for response in stream_generate(model, tokenizer, prompt, max_tokens=64, draft_m
     print(response.text, end="", flush=True)
 print()
 stats = response.stats
-print(f"{response.generation_tokens} tokens in {stats.num_rounds} rounds, acceptance length {stats.acceptance_length:.2f}")
+print(
+    f"{response.generation_tokens} tokens in {stats.num_rounds} rounds, acceptance length {stats.acceptance_length:.2f}"
+)

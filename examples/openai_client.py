@@ -31,6 +31,8 @@ for chunk in chunks:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
 usage = chunk.usage
-print(f"\n{usage.completion_tokens} tokens in {usage.completion_tokens_details.rounds} rounds, {usage.prompt_tokens_details.cached_tokens} from the cache")
+print(
+    f"\n{usage.completion_tokens} tokens in {usage.completion_tokens_details.rounds} rounds, {usage.prompt_tokens_details.cached_tokens} from the cache"
+)
 for stop in stops:
     stop()

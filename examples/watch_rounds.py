@@ -9,10 +9,14 @@ from mlx_dflash.api import open_session
 
 model, tokenizer = load("demo")
 draft = load_draft("demo")
-prompt = mx.array(tokenizer.apply_chat_template([{"role": "user", "content": "Count from one to ten."}], add_generation_prompt=True))
+prompt = mx.array(
+    tokenizer.apply_chat_template([{"role": "user", "content": "Count from one to ten."}], add_generation_prompt=True)
+)
 session = open_session(model, draft, prompt, stop_tokens=tokenizer.eos_token_ids)
 
 for number, done in enumerate(islice(session.rounds(prompt), 8)):
     kept = [tokenizer.decode([token]) for token in done.verdict.kept]
-    print(f"round {number}: {len(done.drafts)} drafts, kept {kept}, then the target's own {tokenizer.decode([done.verdict.next_token])!r}")
+    print(
+        f"round {number}: {len(done.drafts)} drafts, kept {kept}, then the target's own {tokenizer.decode([done.verdict.next_token])!r}"
+    )
     assert session.target.length == session.drafter.context_length

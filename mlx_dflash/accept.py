@@ -48,5 +48,7 @@ def accept(drafts: Sequence[int], rolled: Sequence[int]) -> Verdict:
     while n < len(drafts) and n < len(rolled) and drafts[n] == rolled[n]:
         n += 1
     if n >= len(rolled):
-        raise ValueError(f"{len(rolled)} rolled tokens do not decide {len(drafts)} drafts; expected one row more than was kept")
+        raise ValueError(
+            f"{len(rolled)} rolled tokens do not decide {len(drafts)} drafts; expected one row more than was kept"
+        )
     return Verdict(tuple(drafts[:n]), rolled[n])

@@ -76,19 +76,35 @@ def stream_generate(
     common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
     if draft_model is None:
         plain = mlx_lm.stream_generate(
-            model, tokenizer, tokens, max_tokens, stream=stream, prefill_step_size=prefill_step_size,
-            prompt_progress_callback=prompt_progress_callback, **common, **mlx_lm_options,
-        )  # fmt: skip
+            model,
+            tokenizer,
+            tokens,
+            max_tokens,
+            stream=stream,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=prompt_progress_callback,
+            **common,
+            **mlx_lm_options,
+        )
         return _stop_at(plain, stops)
     session = open_session(
-        model, draft_model, tokens, max_tokens, block_size=block_size,
-        stop_tokens=tokenizer.eos_token_ids, stream=stream, **_cache_options(**mlx_lm_options), **common,
-    )  # fmt: skip
+        model,
+        draft_model,
+        tokens,
+        max_tokens,
+        block_size=block_size,
+        stop_tokens=tokenizer.eos_token_ids,
+        stream=stream,
+        **_cache_options(**mlx_lm_options),
+        **common,
+    )
     emissions = session.emit(tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
     return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
 
 
-def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int], verbose: bool = False, **kwargs) -> str:
+def generate(
+    model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int], verbose: bool = False, **kwargs
+) -> str:
     """Return the whole text, as mlx_lm.generate does. kwargs: see stream_generate. verbose: print text and speed."""
     text, response = "", None
     if verbose:
@@ -115,7 +131,11 @@ def report(response: GenerationResponse, with_rounds: bool = True) -> str:
         counts = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accepted))
         times = " ".join(
             f"{name} {1e3 * seconds / stats.num_rounds:.2f}"
-            for name, seconds in (("draft", stats.draft_seconds), ("verify", stats.verify_seconds), ("host", stats.host_seconds))
+            for name, seconds in (
+                ("draft", stats.draft_seconds),
+                ("verify", stats.verify_seconds),
+                ("host", stats.host_seconds),
+            )
         )
         lines += [
             f"Rounds: {stats.num_rounds}, acceptance length {stats.acceptance_length:.2f} tokens, "
@@ -163,7 +183,9 @@ def open_session(
     structure = check_pair(model, draft)
     low, high = mx.min(prompt).item(), mx.max(prompt).item()
     if low < 0 or high >= structure.vocab_size:
-        raise ValueError(f"the prompt has ids from {low} to {high}; the target's vocabulary has {structure.vocab_size} tokens")
+        raise ValueError(
+            f"the prompt has ids from {low} to {high}; the target's vocabulary has {structure.vocab_size} tokens"
+        )
     caches = make_prompt_cache(model, draft, max_kv_size) if prompt_cache is None else prompt_cache
     contexts = draft_entries(caches, model, draft)
     dice = Dice(sampler, logits_processors)
@@ -172,16 +194,28 @@ def open_session(
     is_auto = block_size == "auto"
     drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, None if is_auto else block_size)
     target = Target(
-        model, draft.config.target_layer_ids, caches, drafter.num_drafts + 1, draft.kernels,
-        structure=structure, quantization=quantization, length=drafter.context_length,
-    )  # fmt: skip
+        model,
+        draft.config.target_layer_ids,
+        caches,
+        drafter.num_drafts + 1,
+        draft.kernels,
+        structure=structure,
+        quantization=quantization,
+        length=drafter.context_length,
+    )
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     target.reserve(target.length + prompt.size + expected + draft.config.block_size)
     drafter.reserve(target.length + prompt.size + expected + draft.config.block_size)
     return Session(
-        target, drafter, dice, stop_tokens=frozenset(stop_tokens), max_tokens=max_tokens,
-        settles=prompt_cache is not None, pace=Pace(drafter.num_drafts, draft.round_seconds) if is_auto else None, stream=stream,
-    )  # fmt: skip
+        target,
+        drafter,
+        dice,
+        stop_tokens=frozenset(stop_tokens),
+        max_tokens=max_tokens,
+        settles=prompt_cache is not None,
+        pace=Pace(drafter.num_drafts, draft.round_seconds) if is_auto else None,
+        stream=stream,
+    )
 
 
 def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> None:
@@ -199,7 +233,11 @@ def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> N
 
 
 def _cache_options(
-    max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64, quantized_kv_start: int = 5000, **_
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    **_,
 ) -> dict[str, Any]:
     """What open_session takes for mlx-lm's options, with mlx-lm's defaults."""
     quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
@@ -278,5 +316,7 @@ def _stop_at(responses: Iterator[GenerationResponse], stop_strings: list[str]) -
 
 def _possible_beginning(text: str, stop_strings: list[str]) -> str:
     """The longest end of text that is the beginning of a stop string."""
-    ends = (text[-n:] for s in stop_strings for n in range(min(len(s) - 1, len(text)), 0, -1) if s.startswith(text[-n:]))
+    ends = (
+        text[-n:] for s in stop_strings for n in range(min(len(s) - 1, len(text)), 0, -1) if s.startswith(text[-n:])
+    )
     return max(ends, key=len, default="")

@@ -92,9 +92,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="demo", help="target: folder or repository; default: the demo pair's")
     add("--draft-model", help="draft: folder or repository; default: the demo pair's, for the demo target")
-    add("--block-size", type=block_size, nargs="+", metavar="N", help="anchor and drafts of a round, or auto; several are arms of their own")
+    add(
+        "--block-size",
+        type=block_size,
+        nargs="+",
+        metavar="N",
+        help="anchor and drafts of a round, or auto; several are arms of their own",
+    )
     add("--max-tokens", type=int, default=96, help="most tokens a prompt (default %(default)s)")
-    add("--num-prompts", type=int, default=12, help="of the built-in prompts, taken from all classes alike (default %(default)s)")
+    add(
+        "--num-prompts",
+        type=int,
+        default=12,
+        help="of the built-in prompts, taken from all classes alike (default %(default)s)",
+    )
     add("--repeat", type=int, default=3, help="runs of each arm on each prompt (default %(default)s)")
     add("--compare", action="store_true", help="run plain mlx-lm too; check that the text is the same")
     add("--temp", type=float, default=0.0, help="sampling temperature (default %(default)s, greedy)")
@@ -139,7 +150,12 @@ def prompts(count: int) -> list[tuple[str, str]]:
     for line in PROMPTS.read_text().splitlines():
         entry = json.loads(line)
         classes.setdefault(entry["class"], []).append(entry["prompt"])
-    in_turn = [(name, texts[i]) for i in range(max(map(len, classes.values()))) for name, texts in classes.items() if i < len(texts)]
+    in_turn = [
+        (name, texts[i])
+        for i in range(max(map(len, classes.values())))
+        for name, texts in classes.items()
+        if i < len(texts)
+    ]
     if count > len(in_turn):
         raise ValueError(f"there are {len(in_turn)} built-in prompts, {count} were asked for")
     return in_turn[:count]
@@ -158,7 +174,9 @@ def _encode(tokenizer: Any, prompt: str, length: int | None) -> list[int]:
         return ids
     if length < len(ids):
         raise ValueError(f"--context {length} is shorter than a prompt of {len(ids)} tokens")
-    filler = tokenizer.encode(" ".join(text for _, text in prompts(len(PROMPTS.read_text().splitlines()))), add_special_tokens=False)
+    filler = tokenizer.encode(
+        " ".join(text for _, text in prompts(len(PROMPTS.read_text().splitlines()))), add_special_tokens=False
+    )
     filler = filler * (length // len(filler) + 1)
     return chat(tokenizer.decode(filler[: length - len(ids)]) + "\n\n" + prompt)
 
@@ -166,7 +184,9 @@ def _encode(tokenizer: Any, prompt: str, length: int | None) -> list[int]:
 def _constructed_pair(args: argparse.Namespace) -> Pair:
     built = ConstructedPair(SHAPES[args.shape])
     if args.max_tokens > built.shape.longest:
-        raise ValueError(f"the constructed pair gives up to {built.shape.longest} tokens a prompt, got --max-tokens {args.max_tokens}")
+        raise ValueError(
+            f"the constructed pair gives up to {built.shape.longest} tokens a prompt, got --max-tokens {args.max_tokens}"
+        )
     cases = [
         ("constructed" if length is None else f"context {length}", built.prompt(args.constructed, length, seed))
         for length in args.context or [None]
@@ -248,7 +268,9 @@ def summarize(runs: list[list[list[Run]]], groups: list[str], names: list[str]) 
     everything = [pair for repeats in runs for pair in repeats]
 
     def numbers(pairs: list[list[Run]]) -> dict:
-        return {name: _numbers([(pair[i], pair[-1]) for pair in pairs if pair[i].num_timed]) for i, name in enumerate(names)}
+        return {
+            name: _numbers([(pair[i], pair[-1]) for pair in pairs if pair[i].num_timed]) for i, name in enumerate(names)
+        }
 
     return {"groups": {group: numbers(pairs) for group, pairs in by_group.items()}, "all": numbers(everything)}
 
@@ -271,14 +293,20 @@ def _numbers(pairs: list[tuple[Run, Run]]) -> dict:
     if rounds:
         num_rounds, num_accepted = sum(s.num_rounds for s in rounds), sum(s.num_accepted for s in rounds)
         told["acceptance_length"] = round(1 + num_accepted / num_rounds, 3)
-        told["histogram"] = [sum(sum(s.accepted[n : n + 1]) for s in rounds) for n in range(max(len(s.accepted) for s in rounds))]
+        told["histogram"] = [
+            sum(sum(s.accepted[n : n + 1]) for s in rounds) for n in range(max(len(s.accepted) for s in rounds))
+        ]
         told["acceptance_rate"] = round(num_accepted / max(1, sum(s.num_drafted for s in rounds)), 3)
         for part in ("draft", "verify", "host"):
-            told[f"{part}_ms_per_round"] = round(1e3 * sum(getattr(s, f"{part}_seconds") for s in rounds) / num_rounds, 2)
+            told[f"{part}_ms_per_round"] = round(
+                1e3 * sum(getattr(s, f"{part}_seconds") for s in rounds) / num_rounds, 2
+            )
     if pairs[0][1].arm == PLAIN:
         told["identical"] = sum(run.tokens == plain.tokens for run, plain in pairs)
         if mine[0].arm != PLAIN:
-            told["speedup_wall"] = _spread(plain.seconds / plain.num_timed / (run.seconds / run.num_timed) for run, plain in pairs)
+            told["speedup_wall"] = _spread(
+                plain.seconds / plain.num_timed / (run.seconds / run.num_timed) for run, plain in pairs
+            )
             told["speedup_cpu"] = _spread(
                 plain.cpu_seconds / plain.num_timed / (run.cpu_seconds / run.num_timed) for run, plain in pairs
             )
@@ -344,7 +372,9 @@ def machine() -> dict[str, str]:
 def table(report: dict) -> str:
     """The report as lines for people. Ratios are medians over pairs of runs, with quartiles."""
     lines = [", ".join(f"{name} {value}" for name, value in report["setup"].items()), ""]
-    lines += [f"{'group':<14}{'arm':<10}{'tokens':>7}{'a round':>9}{'tok/s':>9}{'cpu ms/tok':>12}{'peak GB':>9}   faster than mlx-lm (wall; cpu)"]
+    lines += [
+        f"{'group':<14}{'arm':<10}{'tokens':>7}{'a round':>9}{'tok/s':>9}{'cpu ms/tok':>12}{'peak GB':>9}   faster than mlx-lm (wall; cpu)"
+    ]
     for group, arms in [*report["groups"].items(), ("all", report["all"])]:
         for name, told in arms.items():
             if not told["runs"]:

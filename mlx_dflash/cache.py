@@ -174,7 +174,9 @@ class WindowedKVCache(RotatingKVCache):
         first = max(self.start, self.offset - self.max_size - self.slack)
         if self.keep and self.start == 0 and first > 0:
             first = max(first, self.keep)
-            self._first_keys, self._first_values = (mx.contiguous(x[..., : self.keep, :]) for x in (self.keys, self.values))
+            self._first_keys, self._first_values = (
+                mx.contiguous(x[..., : self.keep, :]) for x in (self.keys, self.values)
+            )
         held = slice(first - self.start, rows)
         spare = max(self.slack, min(self.max_size, self.offset) // 4)
         capacity = _round_up(held.stop - held.start + new + spare)
@@ -188,8 +190,12 @@ class WindowedKVCache(RotatingKVCache):
         if self.keep == 0 or first == 0:
             return keys, values
         kept = slice(0, self.keep)
-        first_keys, first_values = (self.keys, self.values) if self.start == 0 else (self._first_keys, self._first_values)
-        return mx.concatenate([first_keys[..., kept, :], keys], 2), mx.concatenate([first_values[..., kept, :], values], 2)
+        first_keys, first_values = (
+            (self.keys, self.values) if self.start == 0 else (self._first_keys, self._first_values)
+        )
+        return mx.concatenate([first_keys[..., kept, :], keys], 2), mx.concatenate(
+            [first_values[..., kept, :], values], 2
+        )
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a block's rows behind the end without counting them.

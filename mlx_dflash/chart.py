@@ -38,7 +38,10 @@ def plot(report: dict[str, Any], file_name: str, plain: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     told = report["setup"]
     name = told.get("model") or f"constructed pair {told.get('constructed')}"
-    figure.suptitle(f"{name}: {told['prompts']} prompts x {told['repeat']}, temperature {told['temp']}, {told['device']}, mlx {told['mlx']}", fontsize=11)
+    figure.suptitle(
+        f"{name}: {told['prompts']} prompts x {told['repeat']}, temperature {told['temp']}, {told['device']}, mlx {told['mlx']}",
+        fontsize=11,
+    )
     figure.savefig(file_name, dpi=120)
 
 
@@ -51,7 +54,9 @@ def _speeds(axes: Any, groups: dict, arms: list[str], colours: dict[str, str]) -
         bars = axes.bar(places, values, width * 0.94, label=arm, color=colours[arm])
         if len(groups) * len(arms) <= 20:
             axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=1)
-    axes.set_xticks(range(len(groups)), groups, rotation=0 if len(groups) < 5 else 30, ha="center" if len(groups) < 5 else "right")
+    axes.set_xticks(
+        range(len(groups)), groups, rotation=0 if len(groups) < 5 else 30, ha="center" if len(groups) < 5 else "right"
+    )
     axes.set_title("tokens a second", fontsize=10)
     axes.margins(y=0.18)
     axes.legend(fontsize=8, frameon=False, ncols=len(arms), loc="upper left")
@@ -77,20 +82,30 @@ def _gains(axes: Any, groups: dict, arms: list[str], colours: dict[str, str]) ->
     is_sweep = all(name.startswith("context ") for name in groups)
     places = [int(name.split()[1]) if is_sweep else i for i, name in enumerate(groups)]
     for i, arm in enumerate(arms):
-        told = [(x, numbers[arm]["speedup_wall"]) for x, numbers in zip(places, groups.values()) if "speedup_wall" in numbers.get(arm, {})]
+        told = [
+            (x, numbers[arm]["speedup_wall"])
+            for x, numbers in zip(places, groups.values())
+            if "speedup_wall" in numbers.get(arm, {})
+        ]
         if not told:
             continue
         shift = 0 if is_sweep else 0.12 * (i - (len(arms) - 2) / 2)
         middles = [m for _, (m, _, _) in told]
         spread = [[m - low for _, (m, low, _) in told], [high - m for _, (m, _, high) in told]]
-        axes.errorbar([x + shift for x, _ in told], middles, spread, fmt="o-" if is_sweep else "o", capsize=3, color=colours[arm])
+        axes.errorbar(
+            [x + shift for x, _ in told], middles, spread, fmt="o-" if is_sweep else "o", capsize=3, color=colours[arm]
+        )
     axes.axhline(1, color=_PLAIN_COLOUR, linewidth=1, linestyle="--")
     axes.set_title("times as fast as plain, with quartiles", fontsize=10)
     if not axes.containers:
-        axes.text(0.5, 0.5, "--compare measures this", ha="center", va="center", transform=axes.transAxes, color=_PLAIN_COLOUR)
+        axes.text(
+            0.5, 0.5, "--compare measures this", ha="center", va="center", transform=axes.transAxes, color=_PLAIN_COLOUR
+        )
     if is_sweep:
         axes.set_xlabel("prompt tokens", fontsize=9)
     else:
-        axes.set_xticks(places, groups, rotation=0 if len(groups) < 5 else 30, ha="center" if len(groups) < 5 else "right")
+        axes.set_xticks(
+            places, groups, rotation=0 if len(groups) < 5 else 30, ha="center" if len(groups) < 5 else "right"
+        )
         axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.set_ylim(bottom=0)

@@ -90,7 +90,9 @@ def read_safetensors(file: Path) -> dict[str, mx.array]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
     if max(ends, default=0) + 8 + length != size:
-        raise ValueError(f"{file} has {size} bytes, its header says {max(ends, default=0) + 8 + length}; download it again")
+        raise ValueError(
+            f"{file} has {size} bytes, its header says {max(ends, default=0) + 8 + length}; download it again"
+        )
     try:
         return mx.load(str(file), format="safetensors")
     except RuntimeError as error:
@@ -101,7 +103,9 @@ def _check_shards(files: list[Path]) -> None:
     parts = [_SHARD.fullmatch(f.name) for f in files]
     names = {(m[1], int(m[3])) for m in parts if m}
     if None in parts or len(names) != 1:
-        raise ValueError(f"cannot tell which of {', '.join(f.name for f in files)} to load; expected one file, or an index")
+        raise ValueError(
+            f"cannot tell which of {', '.join(f.name for f in files)} to load; expected one file, or an index"
+        )
     total = names.pop()[1]
     missing = sorted(set(range(1, total + 1)) - {int(m[2]) for m in parts})
     if missing:

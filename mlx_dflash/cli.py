@@ -14,29 +14,50 @@ NO_DRAFT = "none"
 
 def make_parser(prog: str = "mlx_dflash.generate", description: str | None = None) -> argparse.ArgumentParser:
     """The flags of mlx_lm.generate, and ours."""
-    parser = argparse.ArgumentParser(prog=prog, description=description or "Generate text with a target and its DFlash draft.")
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description or "Generate text with a target and its DFlash draft."
+    )
     add_model_flags(parser)
     add_prompt_flags(parser)
     add_sampling_flags(parser)
     add = parser.add_argument
     add("--verbose", type=_true_false, default=True, help="report speed and memory on stderr (default: true)")
     add("--stats", action="store_true", help="report rounds, acceptance and times on stderr")
-    add("--compare", action="store_true", help="run plain mlx-lm too: check that the tokens are the same, print the speed ratio")
+    add(
+        "--compare",
+        action="store_true",
+        help="run plain mlx-lm too: check that the tokens are the same, print the speed ratio",
+    )
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens processed at a time (default: %(default)s)")
     add("--json-schema", help="let only JSON of this schema through: its text, or a file that holds it")
     add("--prompt-cache-file", help="saved caches to continue from")
     add("--max-kv-size", type=int, help="most rows of a key-value cache")
     add("--kv-bits", type=int, help="bits of a quantized key-value cache (default: not quantized)")
-    add("--kv-group-size", type=int, default=64, help="group size of a quantized key-value cache (default: %(default)s)")
-    add("--quantized-kv-start", type=int, default=5000, help="with --kv-bits, quantize from this token on (default: %(default)s)")
+    add(
+        "--kv-group-size", type=int, default=64, help="group size of a quantized key-value cache (default: %(default)s)"
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="with --kv-bits, quantize from this token on (default: %(default)s)",
+    )
     return parser
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="target: a folder or hub repository (default: the demo pair)")
-    add("--draft-model", help=f"DFlash draft of the target: a folder or hub repository; {NO_DRAFT!r} generates without one")
-    add("--block-size", type=block_size, metavar="N", help="tokens of a block, anchor included, or 'auto' for what proves fastest (default)")
+    add(
+        "--draft-model",
+        help=f"DFlash draft of the target: a folder or hub repository; {NO_DRAFT!r} generates without one",
+    )
+    add(
+        "--block-size",
+        type=block_size,
+        metavar="N",
+        help="tokens of a block, anchor included, or 'auto' for what proves fastest (default)",
+    )
     add("--num-draft-tokens", type=int, help="mlx-lm's way to say block size - 1")
     add("--adapter-path", help="LoRA adapters of the target")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
@@ -57,7 +78,13 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-tokens", "-m", type=int, default=256, help="most tokens to generate, -1 for no limit (default: %(default)s)")
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=256,
+        help="most tokens to generate, -1 for no limit (default: %(default)s)",
+    )
     add_filter_flags(parser)
     add("--xtc-probability", type=float, default=0.0, help="how often to exclude top choices (default: never)")
     add("--xtc-threshold", type=float, default=0.0, help="probability from which on a token is a top choice")
@@ -120,8 +147,13 @@ def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) 
     name = args.model or (metadata or {}).get("model") or "demo"
     draft_name = args.draft_model or find_draft(name)
     if draft_name is None:
-        raise ValueError(f"no public DFlash draft is known for {name}; give --draft-model, or --draft-model {NO_DRAFT} to generate without one")
-    tokenizer_config = {"trust_remote_code": args.trust_remote_code, **json.loads((metadata or {}).get("tokenizer_config", "{}"))}
+        raise ValueError(
+            f"no public DFlash draft is known for {name}; give --draft-model, or --draft-model {NO_DRAFT} to generate without one"
+        )
+    tokenizer_config = {
+        "trust_remote_code": args.trust_remote_code,
+        **json.loads((metadata or {}).get("tokenizer_config", "{}")),
+    }
     model, tokenizer = load(
         name,
         tokenizer_config=tokenizer_config,
@@ -182,9 +214,15 @@ def sampler_from(args: argparse.Namespace, tokenizer: Any) -> Callable:
     from mlx_lm.sample_utils import make_sampler
 
     return make_sampler(
-        args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k, args.xtc_probability,
-        args.xtc_threshold, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )  # fmt: skip
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        args.top_k,
+        args.xtc_probability,
+        args.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
 
 
 def processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Callable[[], list[Callable]]:
@@ -213,7 +251,13 @@ def prefill_bar() -> Iterator[Callable[[int, int], None]]:
     def progress(processed: int, total: int) -> None:
         nonlocal bar
         if bar is None:
-            bar = tqdm(total=total, desc="Reading the prompt", unit="token", leave=False, disable=total < PROGRESS_FROM or not sys.stderr.isatty())
+            bar = tqdm(
+                total=total,
+                desc="Reading the prompt",
+                unit="token",
+                leave=False,
+                disable=total < PROGRESS_FROM or not sys.stderr.isatty(),
+            )
         bar.update(processed - bar.n)
         if processed == total:
             bar.close()
@@ -252,7 +296,10 @@ def compare(plain: Iterator[Any], tokens: list[int], seconds: float) -> bool:
         first = differing[0] if differing else min(len(theirs), len(tokens))
         verdict = f"DIFFERENT from plain mlx-lm from token {first} on"
     print(f"Compare: {verdict}", file=sys.stderr)
-    print(f"Compare: {plain_seconds:.2f} s plain, {seconds:.2f} s with the draft: {plain_seconds / seconds:.2f} x", file=sys.stderr)
+    print(
+        f"Compare: {plain_seconds:.2f} s plain, {seconds:.2f} s with the draft: {plain_seconds / seconds:.2f} x",
+        file=sys.stderr,
+    )
     return theirs == tokens
 
 

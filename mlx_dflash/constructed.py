@@ -216,7 +216,9 @@ def _copying_attention(s: PairShape, random: np.random.Generator, prefix: str) -
     # Slow phases hardly tell neighbours apart.
     gain = np.tile(np.where(np.arange(d // 2) < d * 5 // 16, 10.0, 0.3), 2)
     query, key = _normal(random, Q, D, scale=0.002), _normal(random, K, D, scale=0.002)
-    query[:, 0] += np.tile(np.concatenate([np.cos(frequencies * s.look_back), -np.sin(frequencies * s.look_back)]), s.num_heads)
+    query[:, 0] += np.tile(
+        np.concatenate([np.cos(frequencies * s.look_back), -np.sin(frequencies * s.look_back)]), s.num_heads
+    )
     key[:, 0] += np.tile(np.concatenate([np.ones(d // 2), np.zeros(d // 2)]), s.num_kv_heads)
     value, out = _normal(random, K, D, scale=0.02), _normal(random, D, Q, scale=0.02)
     group = s.num_heads // s.num_kv_heads
@@ -247,5 +249,9 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[0], "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": special[0],
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

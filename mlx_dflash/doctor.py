@@ -62,8 +62,12 @@ class Source:
 
 def main(argv: list[str] | None = None) -> None:
     """Examine what the flags name and print the report."""
-    parser = argparse.ArgumentParser(prog="mlx_dflash.doctor", description="Say what this machine and this pair can do.")
-    parser.add_argument("--model", help="target: a folder or hub repository (default: the demo's, where --draft-model is not given)")
+    parser = argparse.ArgumentParser(
+        prog="mlx_dflash.doctor", description="Say what this machine and this pair can do."
+    )
+    parser.add_argument(
+        "--model", help="target: a folder or hub repository (default: the demo's, where --draft-model is not given)"
+    )
     parser.add_argument("--draft-model", help="DFlash draft (default: the target's public one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     args = parser.parse_args(argv)
@@ -108,16 +112,31 @@ def _machine(report: Report) -> None:
     versions = {name: _version(name) for name in ("mlx", "mlx-lm", "numpy", "huggingface-hub")}
     device, has_metal = mx.default_device(), mx.metal.is_available()
     report.facts["machine"] = {
-        "platform": platform.platform(), "python": platform.python_version(), "versions": versions,
-        "device": str(device.type).rpartition(".")[2], "has_metal": has_metal, "memory_bytes": _memory_bytes(),
-    }  # fmt: skip
-    report.add("ok", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, " + ", ".join(f"{n} {v}" for n, v in versions.items()))
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": str(device.type).rpartition(".")[2],
+        "has_metal": has_metal,
+        "memory_bytes": _memory_bytes(),
+    }
+    report.add(
+        "ok",
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, "
+        + ", ".join(f"{n} {v}" for n, v in versions.items()),
+    )
     if has_metal:
         report.add("ok", f"GPU: {mx.device_info().get('device_name', 'Metal')}, {_gb(_memory_bytes())} for models")
     else:
-        report.add("note", f"no Metal GPU here: everything runs on {report.facts['machine']['device']}, {_gb(_memory_bytes())} of memory")
+        report.add(
+            "note",
+            f"no Metal GPU here: everything runs on {report.facts['machine']['device']}, {_gb(_memory_bytes())} of memory",
+        )
     if sys.platform == "linux" and device.type == mx.DeviceType.cpu and not _has_fast_blas():
-        report.add("note", "neither BLIS nor OpenBLAS is loaded, so the CPU is 10 to 40 times slower than it could be", "apt-get install libblis4-openmp")
+        report.add(
+            "note",
+            "neither BLIS nor OpenBLAS is loaded, so the CPU is 10 to 40 times slower than it could be",
+            "apt-get install libblis4-openmp",
+        )
     if util.find_spec("gguf") is None:
         report.add("note", "GGUF files with k-quants cannot be read", "pip install gguf")
 
@@ -126,20 +145,28 @@ def _target(report: Report, name: str) -> Source | None:
     try:
         source = _source(name, is_draft=False)
         if is_draft_config(source.config):
-            report.add("fault", f"target {name}: this is a DFlash draft", "pass it as --draft-model, and its target as --model")
+            report.add(
+                "fault", f"target {name}: this is a DFlash draft", "pass it as --draft-model, and its target as --model"
+            )
             return None
         text = source.config.get("text_config") or source.config
         facts = {
-            "model_type": source.config.get("model_type"), "num_layers": text.get("num_hidden_layers"),
-            "hidden_size": text.get("hidden_size"), "vocab_size": text.get("vocab_size"),
-            "quantization": source.config.get("quantization"), "bytes": source.num_bytes,
-        }  # fmt: skip
+            "model_type": source.config.get("model_type"),
+            "num_layers": text.get("num_hidden_layers"),
+            "hidden_size": text.get("hidden_size"),
+            "vocab_size": text.get("vocab_size"),
+            "quantization": source.config.get("quantization"),
+            "bytes": source.num_bytes,
+        }
         report.facts["target"] = facts
         _check_target_class(source.config)
     except _ERRORS as error:
         report.add("fault", f"target {name}: {error}")
         return None
-    report.add("ok", f"target {name}: {facts['model_type']}, {facts['num_layers']} layers, {_packing(facts['quantization'])}, {_gb(source.num_bytes)}")
+    report.add(
+        "ok",
+        f"target {name}: {facts['model_type']}, {facts['num_layers']} layers, {_packing(facts['quantization'])}, {_gb(source.num_bytes)}",
+    )
     return source
 
 
@@ -164,7 +191,11 @@ def _public_draft(report: Report, name: str, target: Source | None) -> str | Non
         report.add("fault", str(error), "pass the draft that was trained for this target as --draft-model")
         return None
     if draft is None:
-        report.add("fault", f"no public DFlash draft is known for {name}", "pass one as --draft-model, or --draft-model none to generate without")
+        report.add(
+            "fault",
+            f"no public DFlash draft is known for {name}",
+            "pass one as --draft-model, or --draft-model none to generate without",
+        )
     return draft
 
 
@@ -172,7 +203,11 @@ def _draft(report: Report, name: str) -> tuple[Source, DraftConfig] | None:
     try:
         source = _source(name, is_draft=True)
         if not is_draft_config(source.config):
-            report.add("fault", f"draft {name}: a {source.config.get('model_type')} model, not a DFlash draft", "pass it as --model")
+            report.add(
+                "fault",
+                f"draft {name}: a {source.config.get('model_type')} model, not a DFlash draft",
+                "pass it as --model",
+            )
             return None
         if source.path is not None:
             from .loading import build_draft, read_draft
@@ -183,15 +218,25 @@ def _draft(report: Report, name: str) -> tuple[Source, DraftConfig] | None:
     except _ERRORS as error:
         report.add("fault", f"draft {name}: {error}")
         return None
-    report.facts["draft"] = {**asdict(config), "version": config.version, "num_drafts": config.num_drafts, "bytes": source.num_bytes}
+    report.facts["draft"] = {
+        **asdict(config),
+        "version": config.version,
+        "num_drafts": config.num_drafts,
+        "bytes": source.num_bytes,
+    }
     kinds = {"full_attention": "full", "sliding_attention": f"sliding {config.sliding_window}"}
-    layers = ", ".join(f"{config.layer_types.count(kind)} {word}" for kind, word in kinds.items() if kind in config.layer_types)
+    layers = ", ".join(
+        f"{config.layer_types.count(kind)} {word}" for kind, word in kinds.items() if kind in config.layer_types
+    )
     report.add(
         "ok",
         f"draft {name}: DFlash {config.version}, {config.num_layers} layers ({layers}), block {config.block_size} = "
         f"{config.num_drafts} drafts, {_packing(config.quantization)}, {_gb(source.num_bytes)}",
     )
-    report.add("ok", f"taps layers {', '.join(map(str, config.target_layer_ids))} of its target ({tap_numbering(source.config)})")
+    report.add(
+        "ok",
+        f"taps layers {', '.join(map(str, config.target_layer_ids))} of its target ({tap_numbering(source.config)})",
+    )
     return source, config
 
 
@@ -202,9 +247,17 @@ def _pair(report: Report, target: Source, draft: tuple[Source, DraftConfig]) -> 
     if config.num_target_layers not in (None, num_layers):
         report.add("fault", f"the draft's target has {config.num_target_layers} layers, this one {num_layers}", other)
     elif num_layers is not None and max(config.target_layer_ids) >= num_layers:
-        report.add("fault", f"the draft taps layer {max(config.target_layer_ids)}, the target's last is {num_layers - 1}", other)
+        report.add(
+            "fault",
+            f"the draft taps layer {max(config.target_layer_ids)}, the target's last is {num_layers - 1}",
+            other,
+        )
     if hidden_size is not None and config.target_hidden_size != hidden_size:
-        report.add("fault", f"the draft reads hidden states of width {config.target_hidden_size}, the target's have {hidden_size}", other)
+        report.add(
+            "fault",
+            f"the draft reads hidden states of width {config.target_hidden_size}, the target's have {hidden_size}",
+            other,
+        )
     if vocab_size is not None and config.vocab_size != vocab_size:
         report.add("fault", f"the draft has {config.vocab_size} tokens, the target {vocab_size}", other)
     if len(report.findings) == before:
@@ -224,9 +277,15 @@ def _memory(report: Report, sizes: list[int | None]) -> None:
     needed, available = sum(sizes), _memory_bytes()
     report.facts["memory"] = {"needed_bytes": needed, "available_bytes": available}
     if needed > available:
-        report.add("fault", f"the weights take {_gb(needed)}, there are {_gb(available)}", "take a target of fewer bits: python -m mlx_dflash.convert ... -q")
+        report.add(
+            "fault",
+            f"the weights take {_gb(needed)}, there are {_gb(available)}",
+            "take a target of fewer bits: python -m mlx_dflash.convert ... -q",
+        )
     elif needed > 0.8 * available:
-        report.add("note", f"the weights take {_gb(needed)} of {_gb(available)}: there is little room for long contexts")
+        report.add(
+            "note", f"the weights take {_gb(needed)} of {_gb(available)}: there is little room for long contexts"
+        )
     else:
         report.add("ok", f"the weights take {_gb(needed)} of {_gb(available)}")
 
@@ -238,7 +297,9 @@ def _source(name: str, is_draft: bool) -> Source:
         return _hub_source(name)
     if path.is_file() or not (path / "config.json").is_file() and list(path.glob("*.gguf")):
         if not is_draft:
-            raise ValueError(f"a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER")
+            raise ValueError(
+                f"a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER"
+            )
         from .loading import read_draft
 
         files = [path] if path.is_file() else list(path.glob("*.gguf"))

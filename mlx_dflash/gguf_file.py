@@ -15,11 +15,39 @@ import mlx.core as mx
 import numpy as np
 
 TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
-    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
 # Types whose values mx.load, or the raw bytes, give exactly.
 BLOCK_BYTES = {"F32": 128, "F16": 64, "BF16": 64, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # of 32 values
 QUANTIZED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # affine, one scale and bias for 32 values
@@ -54,7 +82,9 @@ class GGUFFile:
         if not unpacks and all(entry.type in BLOCK_BYTES for entry in self.directory.values()):
             tensors, metadata = mx.load(str(self.path), format="gguf", return_metadata=True)
             self.metadata = {key: _plain(value) for key, value in metadata.items()}
-            self.tensors = tensors | {name: self._read_bf16(e) for name, e in self.directory.items() if e.type == "BF16"}
+            self.tensors = tensors | {
+                name: self._read_bf16(e) for name, e in self.directory.items() if e.type == "BF16"
+            }
         else:
             self.tensors, self.metadata = _read_with_library(self.path, mx.float32 if unpacks else mx.float16)
         if self.value("split.count", 1) > 1:
@@ -77,7 +107,11 @@ class GGUFFile:
     @property
     def quantized_bits(self) -> dict[str, int]:
         """Name -> bits of the tensors that come with scales and biases."""
-        return {n: QUANTIZED_BITS[e.type] for n, e in self.directory.items() if n.removesuffix("weight") + "scales" in self.tensors}
+        return {
+            n: QUANTIZED_BITS[e.type]
+            for n, e in self.directory.items()
+            if n.removesuffix("weight") + "scales" in self.tensors
+        }
 
     def _check_size(self) -> None:
         num_bytes = self.path.stat().st_size

@@ -19,7 +19,9 @@ def local_path(path_or_hf_repo: str) -> Path | None:
     if path.is_dir() or path.is_file() and path.suffix == ".gguf":
         return path
     if path.exists():
-        raise ValueError(f"{path} is a file; expected a model folder, a .gguf file or a repository of the Hugging Face hub")
+        raise ValueError(
+            f"{path} is a file; expected a model folder, a .gguf file or a repository of the Hugging Face hub"
+        )
     name = str(path_or_hf_repo)
     is_hub_file = name.count("/") == 2 and name.endswith(".gguf")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 and not is_hub_file:
@@ -74,9 +76,13 @@ def from_hub(repo: str, download: Callable[[], Any]) -> Any:
     try:
         return download()
     except GatedRepoError as error:
-        raise ValueError(f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and run `hf auth login`") from error
+        raise ValueError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and run `hf auth login`"
+        ) from error
     except LocalEntryNotFoundError as error:
-        raise ValueError(f"{repo} is neither a local folder nor in the hub's cache, and the hub cannot be reached") from error
+        raise ValueError(
+            f"{repo} is neither a local folder nor in the hub's cache, and the hub cannot be reached"
+        ) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo} has no such revision; see https://huggingface.co/{repo}/tree/main") from error
     except (EntryNotFoundError, HFValidationError) as error:

@@ -50,9 +50,13 @@ def load(
 
     path = _demo("target_path") if path_or_hf_repo == "demo" else local_path(path_or_hf_repo)
     if path is not None and path.is_file():
-        raise ValueError(f"{path} is a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER")
+        raise ValueError(
+            f"{path} is a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER"
+        )
     if path is not None and checkpoint.is_draft_config(checkpoint.read_config(path)):
-        raise ValueError(f"{path} holds a DFlash draft, not a target; load it with load_draft, or pass it as --draft-model")
+        raise ValueError(
+            f"{path} holds a DFlash draft, not a target; load it with load_draft, or pass it as --draft-model"
+        )
     model, tokenizer, config = mlx_lm.load(
         str(path or path_or_hf_repo),
         tokenizer_config=tokenizer_config,
@@ -114,7 +118,9 @@ def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
         config = checkpoint.read_config(path)
         if not checkpoint.is_draft_config(config):
             kind = config.get("model_type", "model without model_type")
-            raise ValueError(f"{path} holds a {kind!r} model, not a DFlash draft; load it with load, or pass it as --model")
+            raise ValueError(
+                f"{path} holds a {kind!r} model, not a DFlash draft; load it with load, or pass it as --model"
+            )
         config = zlab_layout(config)
         tensors = checkpoint.read_tensors(path)
         _add_mask(path, config, tensors)
@@ -157,14 +163,20 @@ def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
             f"the draft was trained for a target of {config.num_target_layers} layers, this target has {len(structure.layers)}"
         )
     if config.vocab_size != structure.vocab_size:
-        raise ValueError(f"the draft has a vocabulary of {config.vocab_size} tokens, the target one of {structure.vocab_size}")
+        raise ValueError(
+            f"the draft has a vocabulary of {config.vocab_size} tokens, the target one of {structure.vocab_size}"
+        )
     row = structure.embed(mx.array([[0]]))
     borrows = "embed_tokens" not in draft or "lm_head" not in draft
     if borrows and row.shape[-1] != config.hidden_size:
-        raise ValueError(f"the draft's hidden size is {config.hidden_size}, the target's embedding has width {row.shape[-1]}")
+        raise ValueError(
+            f"the draft's hidden size is {config.hidden_size}, the target's embedding has width {row.shape[-1]}"
+        )
     width = probe(model, config.target_layer_ids, structure)
     if width != config.target_hidden_size:
-        raise ValueError(f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}")
+        raise ValueError(
+            f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}"
+        )
     if "d2t" in draft and "lm_head" not in draft:
         draft.borrow_head(head_rows(structure, draft.token_ids))
     if draft.kernels.can_run:
@@ -178,7 +190,9 @@ def _rehearse(model: nn.Module, draft: DraftModel, structure: Structure) -> None
     """Compute rounds of a made-up text, so that all kernels are chosen and compiled before the first real round."""
     drafter = Drafter(draft, structure.embed, structure.unembed, Dice())
     block_size = drafter.num_drafts + 1
-    target = Target(model, draft.config.target_layer_ids, block_size=block_size, kernels=draft.kernels, structure=structure)
+    target = Target(
+        model, draft.config.target_layer_ids, block_size=block_size, kernels=draft.kernels, structure=structure
+    )
     target.prefill(mx.zeros((_REHEARSED_TOKENS,), mx.uint32), drafter.extend_context)
 
     def play(rows: int) -> None:
@@ -218,7 +232,9 @@ def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.ar
     if scales is None:
         return lambda hidden: hidden @ weight.T + bias
     packing = dict(group_size=module.group_size, bits=module.bits, mode=module.mode)
-    return lambda hidden: mx.quantized_matmul(hidden, weight, scales, rows.get("biases"), transpose=True, **packing) + bias
+    return lambda hidden: (
+        mx.quantized_matmul(hidden, weight, scales, rows.get("biases"), transpose=True, **packing) + bias
+    )
 
 
 def _demo(part: str) -> Path:
@@ -239,7 +255,9 @@ def _add_mask(path: Path, config: dict[str, Any], tensors: dict[str, mx.array]) 
     if token_id is None and text is not None:
         token_id = checkpoint.find_token(path, text)
     if token_id is None and text is not None:
-        raise ValueError(f"{path} names its mask token {text!r} but has no tokenizer with it; add mask_token_id to config.json")
+        raise ValueError(
+            f"{path} names its mask token {text!r} but has no tokenizer with it; add mask_token_id to config.json"
+        )
     if token_id is not None:
         nested["mask_token_id"] = token_id
 
@@ -273,13 +291,17 @@ def _check_token_ids(draft: DraftModel, path: Path) -> None:
     config = draft.config
     if "d2t" not in draft:
         if config.draft_vocab_size != config.vocab_size:
-            raise ValueError(f"{path} has a head of {config.draft_vocab_size} of {config.vocab_size} tokens but no d2t, which says which")
+            raise ValueError(
+                f"{path} has a head of {config.draft_vocab_size} of {config.vocab_size} tokens but no d2t, which says which"
+            )
         return
     if mx.issubdtype(draft.d2t.dtype, mx.floating):
         raise ValueError(f"{path}: d2t holds {draft.d2t.dtype}; expected whole numbers")
     ids = (draft.d2t.astype(mx.int64) + mx.arange(draft.d2t.size)).tolist()
     if min(ids) < 0 or max(ids) >= config.vocab_size or len(set(ids)) != len(ids):
-        raise ValueError(f"{path}: d2t must lead to {len(ids)} different tokens below {config.vocab_size}: row i is token i + d2t[i]")
+        raise ValueError(
+            f"{path}: d2t must lead to {len(ids)} different tokens below {config.vocab_size}: row i is token i + d2t[i]"
+        )
 
 
 def _quantize(draft: DraftModel, quantization: dict, weights: dict[str, mx.array]) -> None:
@@ -304,7 +326,9 @@ def _check_weights(draft: DraftModel, weights: dict[str, mx.array], path: Path) 
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} tensors of a DFlash draft, among them {', '.join(missing[:5])}")
     if unknown:
-        raise ValueError(f"{path} holds {len(unknown)} tensors that are not part of a DFlash draft, among them {', '.join(unknown[:5])}")
+        raise ValueError(
+            f"{path} holds {len(unknown)} tensors that are not part of a DFlash draft, among them {', '.join(unknown[:5])}"
+        )
     for name, parameter in expected.items():
         if weights[name].shape != parameter.shape:
             raise ValueError(f"{path}: {name} has shape {weights[name].shape}; the config asks for {parameter.shape}")

@@ -3,6 +3,7 @@
 Prints one line per kernel and shape, a sentence for each failure that can be pasted into a bug report, and, with
 --json, a file with all numbers. A chip on which kernels wait for the sustained check is released by passing it.
 """
+
 import argparse
 import itertools
 import json
@@ -51,8 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     options = parser.parse_args(arguments)
     if not has_gpu():
-        print("There is no Metal GPU here: this check needs a Mac with Apple silicon. On Linux, "
-              "pytest tests/test_attention_kernel.py runs the kernels in an emulator.", file=sys.stderr)
+        print(
+            "There is no Metal GPU here: this check needs a Mac with Apple silicon. On Linux, "
+            "pytest tests/test_attention_kernel.py runs the kernels in an emulator.",
+            file=sys.stderr,
+        )
         return 1
     report = {"machine": machine(), "probe": probe(), "kernels": [], "failures": []}
     print(*(f"{name}: {value}" for part in ("machine", "probe") for name, value in report[part].items()), sep="\n")
@@ -64,7 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
     right = not any(row["wrong"] for row in report["kernels"])
     choices = {"stock": Kernels("off")} | ({"kernels": Kernels("force", run=run)} if right else {})
     report["moved caches"] = {name: moved_caches(kernels) for name, kernels in choices.items()}
-    print("pipelining: caches moved per round (expect 0): " + ", ".join(f"{n} {x:g}" for n, x in report["moved caches"].items()))
+    print(
+        "pipelining: caches moved per round (expect 0): "
+        + ", ".join(f"{n} {x:g}" for n, x in report["moved caches"].items())
+    )
     report["sustained"] = sustained(run)
     print("sustained: " + ", ".join(f"{name} {value}" for name, value in report["sustained"].items()))
     Record(default_path()).keep(SUSTAINED, report["sustained"])
@@ -78,8 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
 def machine() -> dict:
     """What this machine is."""
     info = mx.device_info()
-    return {"device": info["device_name"], "architecture": info["architecture"], "macOS": platform.mac_ver()[0],
-            "mlx": mx.__version__}
+    return {
+        "device": info["device_name"],
+        "architecture": info["architecture"],
+        "macOS": platform.mac_ver()[0],
+        "mlx": mx.__version__,
+    }
 
 
 def probe(elements: int = 2**28, size: int = 4096) -> dict:
@@ -90,8 +101,12 @@ def probe(elements: int = 2**28, size: int = 4096) -> dict:
     product = trial.seconds_per_call([square], lambda at, x: at @ x * 0, square, calls=8)
     dispatch = trial.seconds_per_call([tiny], lambda at, x: mx.abs(at), tiny, calls=1000)
     wake = trial.seconds_per_call([tiny], lambda at, x: at + x, tiny, calls=1)
-    return {"read GB/s": round(large.nbytes / read / 1e9), "half TFLOP/s": round(2 * size**3 / product / 1e12, 1),
-            "dispatch us": round(1e6 * dispatch, 2), "host wake us": round(1e6 * wake, 1)}
+    return {
+        "read GB/s": round(large.nbytes / read / 1e9),
+        "half TFLOP/s": round(2 * size**3 / product / 1e12, 1),
+        "dispatch us": round(1e6 * dispatch, 2),
+        "host wake us": round(1e6 * wake, 1),
+    }
 
 
 def attention_rows(run: Runner):
@@ -107,8 +122,12 @@ def attention_rows(run: Runner):
             flops = 4 * shape.heads * shape.rows * context * shape.head_size
             read = 2 * shape.kv_heads * context * shape.head_size * shape.dtype.size
             found = tried(lambda: trial.check_attention(shape, run, contexts=(context,)))
-            yield start | {"context": context, **accuracy(found), "cores": race["cores"],
-                           **timed(race["ms"][str(context)], read, flops)}
+            yield start | {
+                "context": context,
+                **accuracy(found),
+                "cores": race["cores"],
+                **timed(race["ms"][str(context)], read, flops),
+            }
 
 
 def product_rows(run: Runner):
@@ -140,8 +159,13 @@ def accuracy(found: trial.Accuracy) -> dict:
 def timed(times: tuple[float, float], read_bytes: int, flops: int) -> dict:
     """Milliseconds of kernel and stock, and what they mean in GB/s and TFLOP/s."""
     ours, stock = times
-    return {"ms": ours, "stock ms": stock, "speedup": stock / ours, "GB/s": read_bytes / ours / 1e6,
-            "TFLOP/s": flops / ours / 1e9}
+    return {
+        "ms": ours,
+        "stock ms": stock,
+        "speedup": stock / ours,
+        "GB/s": read_bytes / ours / 1e6,
+        "TFLOP/s": flops / ours / 1e9,
+    }
 
 
 def line(row: dict) -> str:
@@ -149,17 +173,31 @@ def line(row: dict) -> str:
     start = f"{row['kernel']:28} {row['context']:>6} "
     if row["wrong"]:
         return start + "WRONG: " + row["wrong"]
-    return start + (f"{row['error']:8.1e}/{row['stock error']:7.1e} {row['stock ms']:9.3f} {row['ms']:9.3f} {row['speedup']:7.2f} "
-                    f"{row['GB/s']:6.0f} {row['TFLOP/s']:8.2f}")
+    return start + (
+        f"{row['error']:8.1e}/{row['stock error']:7.1e} {row['stock ms']:9.3f} {row['ms']:9.3f} {row['speedup']:7.2f} "
+        f"{row['GB/s']:6.0f} {row['TFLOP/s']:8.2f}"
+    )
 
 
 def tiny_pair(kernels: Kernels) -> tuple[nn.Module, DraftModel]:
     """A target and a draft with random weights, for looking at their caches."""
-    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=32,
-                 rms_norm_eps=1e-6, max_position_embeddings=4096, rope_theta=10000.0, model_type="qwen3")
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=32,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        model_type="qwen3",
+    )
     target = qwen3.Model(qwen3.ModelArgs(num_hidden_layers=PIPELINED_LAYERS, tie_word_embeddings=False, **sizes))
     nested = dict(target_layer_ids=[0, PIPELINED_LAYERS - 2], mask_token_id=31, block_size=8)
-    config = DraftConfig.from_dict(dict(num_hidden_layers=2, num_target_layers=PIPELINED_LAYERS, dflash_config=nested, **sizes))
+    config = DraftConfig.from_dict(
+        dict(num_hidden_layers=2, num_target_layers=PIPELINED_LAYERS, dflash_config=nested, **sizes)
+    )
     draft = DraftModel(config, kernels=kernels)
     mx.eval(target.parameters(), draft.parameters())
     return target, draft
@@ -200,19 +238,30 @@ def sustained(run: Runner) -> dict:
         mx.eval(attend_metal(q, keys, shape.sight, shape.head_size**-0.5, run=run))
         times.append(time.perf_counter() - began)
     stalled = max(times[1:]) > max(STALL_SECONDS, STALL_FACTOR * statistics.median(times))
-    return {"calls": SUSTAINED_CALLS, "median ms": 1e3 * statistics.median(times), "max ms": 1e3 * max(times[1:]),
-            "passed": not stalled}
+    return {
+        "calls": SUSTAINED_CALLS,
+        "median ms": 1e3 * statistics.median(times),
+        "max ms": 1e3 * max(times[1:]),
+        "passed": not stalled,
+    }
 
 
 def failures(report: dict) -> list[str]:
     """One sentence for each thing that is wrong, with everything a bug report needs."""
     on = "on {device} ({architecture}), macOS {macOS}, mlx {mlx}".format(**report["machine"])
-    found = [f"The kernel for {row['shape']} is wrong {on}: {row['wrong']}." for row in report["kernels"] if row["wrong"]]
-    found += [f"Appending to a cache copies it {on}: {moved:g} buffers moved per round ({name}), expected 0."
-              for name, moved in report["moved caches"].items() if moved]
+    found = [
+        f"The kernel for {row['shape']} is wrong {on}: {row['wrong']}." for row in report["kernels"] if row["wrong"]
+    ]
+    found += [
+        f"Appending to a cache copies it {on}: {moved:g} buffers moved per round ({name}), expected 0."
+        for name, moved in report["moved caches"].items()
+        if moved
+    ]
     if not report["sustained"]["passed"]:
-        found.append(f"Sustained use stalled {on}: one of {report['sustained']['calls']} calls took "
-                     f"{report['sustained']['max ms']:.0f} ms, the median is {report['sustained']['median ms']:.2f} ms.")
+        found.append(
+            f"Sustained use stalled {on}: one of {report['sustained']['calls']} calls took "
+            f"{report['sustained']['max ms']:.0f} ms, the median is {report['sustained']['median ms']:.2f} ms."
+        )
     return found
 
 

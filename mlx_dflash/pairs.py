@@ -14,7 +14,10 @@ PAIRS = [
     ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
     ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
     ("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash"),
-    *((f"Qwen/Qwen3.5-{size}", f"z-lab/Qwen3.5-{size}-DFlash") for size in ("4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B")),
+    *(
+        (f"Qwen/Qwen3.5-{size}", f"z-lab/Qwen3.5-{size}-DFlash")
+        for size in ("4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B")
+    ),
     *((f"Qwen/Qwen3.6-{size}", f"z-lab/Qwen3.6-{size}-DFlash") for size in ("27B", "35B-A3B")),
     ("google/gemma-4-12B-it", "z-lab/gemma4-12B-it-DFlash"),
     *((f"google/gemma-4-{size}-it", f"z-lab/gemma-4-{size}-it-DFlash") for size in ("31B", "26B-A4B")),

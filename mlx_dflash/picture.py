@@ -20,10 +20,15 @@ text { fill: #24292f; } .small { font-size: 11px; fill: #57606a; } .title { font
 .temporary { fill: none; stroke: #8c959f; stroke-dasharray: 3 3; } .rule { stroke: #d8dee4; }
 """
 _LEGEND = (
-    ("anchor", "anchor: the last token of the text"), ("kept", "draft the target keeps"), ("refused", "draft it refuses"),
-    ("unread", "drafts behind it, dropped"), ("said", "the target's own token: the next anchor"),
-    ("target", "target KV (dark: new)"), ("context", "draft context KV (dark: new)"), ("temporary", "temporary, rolled back"),
-)  # fmt: skip
+    ("anchor", "anchor: the last token of the text"),
+    ("kept", "draft the target keeps"),
+    ("refused", "draft it refuses"),
+    ("unread", "drafts behind it, dropped"),
+    ("said", "the target's own token: the next anchor"),
+    ("target", "target KV (dark: new)"),
+    ("context", "draft context KV (dark: new)"),
+    ("temporary", "temporary, rolled back"),
+)
 
 
 def draw(moments: Sequence[Any], prompt_length: int, show: Callable[[int], str], title: str = "") -> str:
@@ -33,32 +38,42 @@ def draw(moments: Sequence[Any], prompt_length: int, show: Callable[[int], str],
     last = max(max(m.confirmed, m.block_start + len(m.block)) for m in moments)
     width = max(_LEFT + _PROMPT + (last - prompt_length) * _COLUMN + 110, 1240)
     height = _TOP + 22 + len(moments) * _ROUND
-    rounds = "".join(_moment(m, before, i, prompt_length, show) for i, (m, before) in enumerate(zip(moments, [None, *moments])))
+    rounds = "".join(
+        _moment(m, before, i, prompt_length, show) for i, (m, before) in enumerate(zip(moments, [None, *moments]))
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
         f"<style>{_STYLE}</style>{_header(title)}{_ruler(prompt_length, last)}{rounds}</svg>\n"
     )
 
 
-def page(moments: Sequence[Any], prompt_length: int, show: Callable[[int], str], notes: Sequence[str], title: str = "") -> str:
+def page(
+    moments: Sequence[Any], prompt_length: int, show: Callable[[int], str], notes: Sequence[str], title: str = ""
+) -> str:
     """The picture as an HTML page to step through; notes: a text for each moment. Needs nothing from elsewhere."""
     picture = draw(moments, prompt_length, show, title)
     data = json.dumps(list(notes)).replace("</", "<\\/")
-    return _PAGE.replace("{{title}}", escape(title or "trace")).replace("{{picture}}", picture).replace("{{notes}}", data)
+    return (
+        _PAGE.replace("{{title}}", escape(title or "trace")).replace("{{picture}}", picture).replace("{{notes}}", data)
+    )
 
 
 def _header(title: str) -> str:
     parts = [_text(16, 28, title or "Target and draft, round by round", "title")]
     for i, (kind, what) in enumerate(_LEGEND):
         x, y = 16 + i % 4 * 300, 44 + i // 4 * 20
-        parts.append(f'<rect class="{kind}{" new" if kind in ("target", "context") else ""}" x="{x}" y="{y}" width="14" height="14"/>')
+        parts.append(
+            f'<rect class="{kind}{" new" if kind in ("target", "context") else ""}" x="{x}" y="{y}" width="14" height="14"/>'
+        )
         parts.append(_text(x + 20, y + 11, what, "small"))
     return "".join(parts)
 
 
 def _ruler(prompt_length: int, last: int) -> str:
     marks = [_text(_LEFT + _PROMPT / 2, _TOP + 6, f"0..{prompt_length - 1}", "small middle")]
-    marks += [_text(_x(i, prompt_length) + _COLUMN / 2, _TOP + 6, str(i), "small middle") for i in range(prompt_length, last)]
+    marks += [
+        _text(_x(i, prompt_length) + _COLUMN / 2, _TOP + 6, str(i), "small middle") for i in range(prompt_length, last)
+    ]
     return _text(16, _TOP + 6, "position", "small") + "".join(marks)
 
 
@@ -72,22 +87,39 @@ def _x(position: int, prompt_length: int) -> float:
 def _moment(m: Any, before: Any, row: int, prompt_length: int, show: Callable[[int], str]) -> str:
     y = _TOP + 22 + row * _ROUND
     num_drafts = len(m.block) - 1
-    name, what = ("prefill", f"{prompt_length} prompt tokens") if not m.block else (f"round {m.number}", f"keeps {m.kept} of {num_drafts}")
-    parts = [f'<line class="rule" x1="0" x2="100%" y1="{y}" y2="{y}"/>', _text(16, y + 24, name, "round"), _text(16, y + 40, what, "small")]
+    name, what = (
+        ("prefill", f"{prompt_length} prompt tokens")
+        if not m.block
+        else (f"round {m.number}", f"keeps {m.kept} of {num_drafts}")
+    )
+    parts = [
+        f'<line class="rule" x1="0" x2="100%" y1="{y}" y2="{y}"/>',
+        _text(16, y + 24, name, "round"),
+        _text(16, y + 40, what, "small"),
+    ]
     if not m.block:
         parts.append(_cell((_LEFT, y + 10, _PROMPT), "prompt", "prompt", "light"))
     for i, token in enumerate(m.block):
         kind, ink = _draft_kind(i, m.kept)
         parts.append(_cell((_x(m.block_start + i, prompt_length), y + 10, _COLUMN), show(token), kind, ink))
     said_at = m.confirmed - 1
-    parts.append(_cell((_x(said_at, prompt_length), y + 10 + (_CELL + 2) * bool(m.block), _COLUMN), show(m.next_token), "said", "light"))
+    parts.append(
+        _cell(
+            (_x(said_at, prompt_length), y + 10 + (_CELL + 2) * bool(m.block), _COLUMN),
+            show(m.next_token),
+            "said",
+            "light",
+        )
+    )
     if m.block:
         parts.append(_text(_LEFT - 8, y + 26, "draft", "small end") + _text(_LEFT - 8, y + 52, "target", "small end"))
     end = m.block_start + len(m.block)
-    for lane, (kind, label, covers, old) in enumerate((
-        ("target", "target KV", m.target_covers, before.target_covers if before else 0),
-        ("context", "context KV", m.context_covers, before.context_covers if before else 0),
-    )):  # fmt: skip
+    for lane, (kind, label, covers, old) in enumerate(
+        (
+            ("target", "target KV", m.target_covers, before.target_covers if before else 0),
+            ("context", "context KV", m.context_covers, before.context_covers if before else 0),
+        )
+    ):
         parts.append(_bar(y + 68 + lane * (_BAR + 5), (kind, label), (old, covers, end), prompt_length))
     return f'<g class="moment" data-moment="{row}">{"".join(parts)}</g>'
 
@@ -103,9 +135,8 @@ def _cell(place: tuple[float, float, float], text: str, kind: str, ink: str) -> 
     """A token's box; place: x, y, width. kind, ink: classes of the box and of its text."""
     x, y, width = place
     text = text if len(text) <= 7 else text[:6] + "…"
-    return (
-        f'<rect class="cell {kind}" x="{x + 1:.1f}" y="{y}" width="{width - 2}" height="{_CELL}" rx="4"/>'
-        + _text(x + width / 2, y + 17, text, f"middle {ink}")
+    return f'<rect class="cell {kind}" x="{x + 1:.1f}" y="{y}" width="{width - 2}" height="{_CELL}" rx="4"/>' + _text(
+        x + width / 2, y + 17, text, f"middle {ink}"
     )
 
 
@@ -126,7 +157,9 @@ def _bar(y: float, name: tuple[str, str], spans: tuple[int, int, int], prompt_le
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
     anchor = ' text-anchor="end"' if "end" in kind.split() else ""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{anchor} xml:space="preserve">{escape(_printable(text))}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{anchor} xml:space="preserve">{escape(_printable(text))}</text>'
+    )
 
 
 def _printable(text: str) -> str:

@@ -16,7 +16,9 @@ load_prompt_cache = mlx_lm_cache.load_prompt_cache
 _STOCK = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}
 
 
-def make_prompt_cache(model: nn.Module, draft_model: DraftModel | None = None, max_kv_size: int | None = None) -> list[Any]:
+def make_prompt_cache(
+    model: nn.Module, draft_model: DraftModel | None = None, max_kv_size: int | None = None
+) -> list[Any]:
     """Return empty caches for a target and, behind them, for its draft.
 
     max_kv_size: as in mlx-lm, of the target's caches. Raises ValueError if it is not larger than the 4 rows kept for ever.
@@ -52,7 +54,9 @@ def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) 
     if all(c.empty() for c in targets):
         covered.add(0)
     if len(covered) > 1:
-        raise ValueError(f"the caches cover {sorted(covered)} tokens; expected the same number in the target's and the draft's")
+        raise ValueError(
+            f"the caches cover {sorted(covered)} tokens; expected the same number in the target's and the draft's"
+        )
     return contexts
 
 
@@ -65,7 +69,9 @@ def covers(prompt_cache: list[Any], length: int) -> bool:
 def take_back(prompt_cache: list[Any], rows: int) -> bool:
     """Take the last rows back from every entry; return False, with nothing done, if one of them cannot give them."""
     has_ours = any(hasattr(c, "max_trim") for c in _leaves(prompt_cache))
-    if not (mlx_lm_cache.can_trim_prompt_cache(prompt_cache) or (has_ours and rollback.can_drop_rows(prompt_cache, rows))):
+    if not (
+        mlx_lm_cache.can_trim_prompt_cache(prompt_cache) or (has_ours and rollback.can_drop_rows(prompt_cache, rows))
+    ):
         return False
     for cache in prompt_cache:
         cache.trim(rows)
@@ -73,7 +79,9 @@ def take_back(prompt_cache: list[Any], rows: int) -> bool:
 
 
 def _leaves(prompt_cache: list[Any]) -> list[Any]:
-    return [leaf for c in prompt_cache for leaf in (_leaves(c.caches) if isinstance(c, mlx_lm_cache.CacheList) else [c])]
+    return [
+        leaf for c in prompt_cache for leaf in (_leaves(c.caches) if isinstance(c, mlx_lm_cache.CacheList) else [c])
+    ]
 
 
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from .cache import GrowingKVCache, WindowedKVCache
 
@@ -50,7 +58,9 @@ def _adopted(cache: Any, slack: int) -> Any:
     elif kind is CacheList:
         cache.caches = tuple(_adopted(c, slack) for c in cache.caches)
     elif not hasattr(cache, "__dict__"):
-        raise ValueError(f"the target keeps a {kind.__name__}, whose state cannot be kept; expected an object with attributes")
+        raise ValueError(
+            f"the target keeps a {kind.__name__}, whose state cannot be kept; expected an object with attributes"
+        )
     return cache
 
 
@@ -114,7 +124,9 @@ class Checkpoint:
     def __init__(self, caches: list[Any], length: int, with_windows: bool = False):
         self.length = length
         self._caches = list(caches)
-        copied = (c for c in leaves(caches) if type(c) not in _ROW_CACHES or with_windows and isinstance(c, WindowedKVCache))
+        copied = (
+            c for c in leaves(caches) if type(c) not in _ROW_CACHES or with_windows and isinstance(c, WindowedKVCache)
+        )
         # The caches that do not keep rows, each with its state.
         self.recurrent = [(cache, _copied(cache.__dict__)) for cache in copied]
 
@@ -190,7 +202,12 @@ class Recurrences:
             (parent, name) for parent in modules for name, child in parent.items() if isinstance(child, nn.Conv1d)
         ]
         homes = {type(m).__module__ for m in modules}
-        self._functions = [(vars(sys.modules[home]), name) for home in sorted(homes) for name in _RECURRENCES if name in vars(sys.modules[home])]
+        self._functions = [
+            (vars(sys.modules[home]), name)
+            for home in sorted(homes)
+            for name in _RECURRENCES
+            if name in vars(sys.modules[home])
+        ]
         self.works = bool(self._convolutions or self._functions)
         self._plan: list[tuple[int, int, int]] | None = None  # cache, entry, call
         self._calls: list[_Call] = []

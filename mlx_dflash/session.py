@@ -104,7 +104,9 @@ class Session:
                 verdict = latest.verdict
                 for i, token in enumerate(verdict.tokens):
                     is_last = i == verdict.num_accepted
-                    emission = Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
+                    emission = Emission(
+                        token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None
+                    )
                     covered, last = covered + 1, token
                     yield emission
                 if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:

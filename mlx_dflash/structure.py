@@ -17,7 +17,17 @@ import mlx.nn as nn
 
 from .kernels import Kernels, Keys, Quantized, Sight
 
-_EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "token_embeddings", "wte", "embedding", "embeddings", "embed_in", "embed")
+_EMBEDDING_NAMES = (
+    "embed_tokens",
+    "tok_embeddings",
+    "word_embeddings",
+    "token_embeddings",
+    "wte",
+    "embedding",
+    "embeddings",
+    "embed_in",
+    "embed",
+)
 _HEAD_NAMES = ("lm_head", "output", "embed_out")
 # One scope at a time: a layer list is shared by all sequences of its model.
 _scope = threading.RLock()
@@ -66,7 +76,12 @@ def tapped(structure: Structure, layer_ids: Sequence[int]) -> Iterator[dict[int,
     # What a layer returns is what the next one is given.
     kind, shift = (_Tap, 0) if structure.calls_layers else (_Entrance, 1)
     with _scope:
-        places = [(*place, i) for i in set(layer_ids) if i + shift < len(structure.layers) for place in structure.places[i + shift]]
+        places = [
+            (*place, i)
+            for i in set(layer_ids)
+            if i + shift < len(structure.layers)
+            for place in structure.places[i + shift]
+        ]
         originals = [container[key] for container, key, _ in places]
         try:
             for (container, key, i), layer in zip(places, originals):
@@ -207,7 +222,12 @@ def shared_rotations() -> Iterator[None]:
     tables: dict[tuple, tuple[mx.array, mx.array]] = {}
 
     def rotate(stock, a, dims, **kind):
-        is_plain = not kind["traditional"] and isinstance(kind["offset"], int) and kind.get("freqs") is None and kind.get("stream") is None
+        is_plain = (
+            not kind["traditional"]
+            and isinstance(kind["offset"], int)
+            and kind.get("freqs") is None
+            and kind.get("stream") is None
+        )
         if not is_plain or a.ndim != 4:
             return stock(a, dims, **kind)
         angles = a.shape[2], dims, kind["base"], kind["scale"], kind["offset"]
@@ -241,7 +261,9 @@ def features_of(outputs: dict[int, Any], layer_ids: Sequence[int], tokens: int, 
     """
     missing = [i for i in layer_ids if i not in outputs]
     if missing:
-        raise ValueError(f"{type(model).__module__} never calls the entries {missing} of its layer list, so they cannot be tapped")
+        raise ValueError(
+            f"{type(model).__module__} never calls the entries {missing} of its layer list, so they cannot be tapped"
+        )
     taps = []
     for i in layer_ids:
         out = outputs[i]
@@ -250,7 +272,9 @@ def features_of(outputs: dict[int, Any], layer_ids: Sequence[int], tokens: int, 
         if out.ndim == 4 and out.shape[:2] != (1, tokens):  # (streams, 1, T, D)
             out = out.transpose(1, 2, 0, 3)
         if out.ndim < 3 or out.shape[:2] != (1, tokens):
-            raise ValueError(f"layer {i} of {type(model).__module__} returns {out.shape} for {tokens} tokens; expected (1, {tokens}, D)")
+            raise ValueError(
+                f"layer {i} of {type(model).__module__} returns {out.shape} for {tokens} tokens; expected (1, {tokens}, D)"
+            )
         taps.append(out.reshape(1, tokens, -1))
     return mx.concatenate(taps, axis=-1)
 
@@ -259,7 +283,9 @@ def _find_layers(model: nn.Module) -> tuple[list[nn.Module], list[list[tuple[Any
     """The layers, and for each the containers and keys where the model keeps it; model.layers may be a copy."""
     layers = list(getattr(model, "layers", None) or ())
     if not layers:
-        raise ValueError(f"{type(model).__module__} has no layers; expected a model of mlx-lm with the attribute 'layers'")
+        raise ValueError(
+            f"{type(model).__module__} has no layers; expected a model of mlx-lm with the attribute 'layers'"
+        )
     places: dict[int, list[tuple[Any, Any]]] = {id(layer): [] for layer in layers}
 
     def look(container: dict | list) -> None:
@@ -273,7 +299,9 @@ def _find_layers(model: nn.Module) -> tuple[list[nn.Module], list[list[tuple[Any
         look(module)
     lost = [i for i, layer in enumerate(layers) if not places[id(layer)]]
     if lost:
-        raise ValueError(f"the layers {lost} of {type(model).__module__} were not found in any list or attribute of its modules")
+        raise ValueError(
+            f"the layers {lost} of {type(model).__module__} were not found in any list or attribute of its modules"
+        )
     return layers, [places[id(layer)] for layer in layers]
 
 

@@ -143,7 +143,9 @@ class Target:
         May be called again, with fewer rows, until the next verify.
         """
         latest = self._pass
-        assert 0 <= num_rows <= self._length - latest.first, f"commit of {num_rows} of {self._length - latest.first} rows"
+        assert 0 <= num_rows <= self._length - latest.first, (
+            f"commit of {num_rows} of {self._length - latest.first} rows"
+        )
         if latest.first + num_rows < self._length:
             self._length = latest.first + num_rows
             self._go_back(latest)

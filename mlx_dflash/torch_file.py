@@ -29,9 +29,18 @@ _GLOBALS = {_REBUILD, _REBUILD_PARAMETER, _ORDERED_DICT, *(("torch", name) for n
 _MAX_PICKLE = 1 << 20  # bytes
 _MARK = object()
 _PUSHED = {
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-    "NONE", "NEWTRUE", "NEWFALSE",
-}  # fmt: skip
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
@@ -47,7 +56,9 @@ def read_torch_file(path: str | Path) -> Any:
             if len(names) != 1:
                 raise ValueError(f"{path} is a zip file without one data.pkl; expected what torch.save writes")
             if archive.getinfo(names[0]).file_size > _MAX_PICKLE:
-                raise ValueError(f"{path} describes its tensors in more than {_MAX_PICKLE} bytes; expected one small tensor")
+                raise ValueError(
+                    f"{path} describes its tensors in more than {_MAX_PICKLE} bytes; expected one small tensor"
+                )
             folder = names[0].removesuffix("data.pkl")
             return _Walk(path, archive, folder).run(archive.read(names[0]))
     except zipfile.BadZipFile as error:
@@ -88,7 +99,9 @@ class _Walk:
             n = int(name[-1])
             self.stack[-n:] = [tuple(self.stack[-n:])]
         elif name in ("GLOBAL", "STACK_GLOBAL"):
-            self.stack.append(self._name(argument.split(" ") if name == "GLOBAL" else [self.stack.pop(-2), self.stack.pop()]))
+            self.stack.append(
+                self._name(argument.split(" ") if name == "GLOBAL" else [self.stack.pop(-2), self.stack.pop()])
+            )
         elif name in ("TUPLE", "SETITEMS", "APPENDS"):
             self._collect(name, self._since_mark())
         elif name in ("SETITEM", "APPEND"):
@@ -101,7 +114,9 @@ class _Walk:
             arguments, function = self.stack.pop(), self.stack.pop()
             self.stack.append(self._rebuild(function, arguments))
         else:
-            raise ValueError(f"{self.path} uses the pickle opcode {name}, which no file of plain tensors needs; it is refused")
+            raise ValueError(
+                f"{self.path} uses the pickle opcode {name}, which no file of plain tensors needs; it is refused"
+            )
 
     def _since_mark(self) -> list[Any]:
         at = max(i for i, item in enumerate(self.stack) if item is _MARK)
@@ -118,7 +133,9 @@ class _Walk:
 
     def _name(self, parts: list[str]) -> tuple[str, str]:
         if tuple(parts) not in _GLOBALS:
-            raise ValueError(f"{self.path} names {'.'.join(map(str, parts))}, which is no tensor; it is refused, nothing was run")
+            raise ValueError(
+                f"{self.path} names {'.'.join(map(str, parts))}, which is no tensor; it is refused, nothing was run"
+            )
         return tuple(parts)
 
     def _storage(self, description: tuple) -> tuple[np.ndarray, str]:
@@ -137,7 +154,9 @@ class _Walk:
         if function == _REBUILD_PARAMETER and isinstance(arguments[0], mx.array):
             return arguments[0]
         if function != _REBUILD:
-            raise ValueError(f"{self.path} calls something else than the rebuilding of a tensor; it is refused, nothing was run")
+            raise ValueError(
+                f"{self.path} calls something else than the rebuilding of a tensor; it is refused, nothing was run"
+            )
         (numbers, type_name), offset, shape, strides = arguments[:4]
         contiguous = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         if any(n > 1 and s != c for n, s, c in zip(shape, strides, contiguous)):

@@ -11,7 +11,16 @@ from itertools import islice
 
 import mlx.core as mx
 
-from .cli import add_model_flags, add_prompt_flags, add_sampling_flags, load_pair, read_message, render_prompt, sampler_from, user_errors
+from .cli import (
+    add_model_flags,
+    add_prompt_flags,
+    add_sampling_flags,
+    load_pair,
+    read_message,
+    render_prompt,
+    sampler_from,
+    user_errors,
+)
 from .session import Session
 
 
@@ -65,18 +74,22 @@ def describe(moment: Moment, prompt_length: int, tokenizer) -> str:
         f"anchor {show(moment.next_token)} at {moment.confirmed - 1} is in neither"
     )
     if not moment.block:
-        return "\n".join([
-            f"prefill: the target reads {prompt_length} prompt tokens; their features become the draft's context K/V",
-            f"  the target says {show(moment.next_token)}",
-            covers,
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"prefill: the target reads {prompt_length} prompt tokens; their features become the draft's context K/V",
+                f"  the target says {show(moment.next_token)}",
+                covers,
+            ]
+        )
     drafts, first = moment.block[1:], moment.block_start
     kept, refused = drafts[: moment.kept], drafts[moment.kept :]
     role = "corrects" if refused else "adds"
     lines = [
         f"round {moment.number}: block at {first}..{first + len(drafts)} = [{show(moment.block[0])}{', MASK' * len(drafts)}]; its own K/V is temporary",
         f"  draft    {' '.join(map(show, drafts)) or '(nothing left to draft)'}",
-        f"  target   keeps {' '.join(map(show, kept)) or 'none'}" + (f", refuses {show(refused[0])}" if refused else "") + f", {role} {show(moment.next_token)}",
+        f"  target   keeps {' '.join(map(show, kept)) or 'none'}"
+        + (f", refuses {show(refused[0])}" if refused else "")
+        + f", {role} {show(moment.next_token)}",
         covers,
     ]
     return "\n".join(lines)
@@ -87,7 +100,9 @@ def _span(length: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="mlx_dflash.trace", description="Show what each cache covers, round by round.")
+    parser = argparse.ArgumentParser(
+        prog="mlx_dflash.trace", description="Show what each cache covers, round by round."
+    )
     add_model_flags(parser)
     add_prompt_flags(parser)
     add_sampling_flags(parser)
@@ -116,9 +131,14 @@ def _run(args: argparse.Namespace) -> None:
         mx.random.seed(args.seed)
     block_size = args.block_size if args.num_draft_tokens is None else args.num_draft_tokens + 1
     session = open_session(
-        model, draft, prompt, args.max_tokens, sampler=sampler_from(args, tokenizer), block_size=block_size,
+        model,
+        draft,
+        prompt,
+        args.max_tokens,
+        sampler=sampler_from(args, tokenizer),
+        block_size=block_size,
         stop_tokens=tokenizer.eos_token_ids,
-    )  # fmt: skip
+    )
     text, moments, notes = [], [], []
     for moment in islice(watch(session, prompt), args.rounds + 1):
         text += [*moment.block[1 : moment.kept + 1], moment.next_token]

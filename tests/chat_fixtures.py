@@ -8,9 +8,7 @@ from fixtures import build_target, byte_tokenizer, draft_config, draft_weights, 
 from mlx_dflash.loading import load_draft
 
 EOS_ID = 257
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 # Drops the reasoning of earlier answers, as many published templates do.
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] }}<eos>{% endfor %}"

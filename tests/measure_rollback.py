@@ -16,10 +16,20 @@ from mlx_dflash.session import Session
 from mlx_dflash.target import Target
 
 SIZES = dict(
-    hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-    linear_num_key_heads=8, linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128, vocab_size=8192,
-    full_attention_interval=4, max_position_embeddings=4096,
-)  # fmt: skip
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    linear_num_key_heads=8,
+    linear_num_value_heads=8,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    vocab_size=8192,
+    full_attention_interval=4,
+    max_position_embeddings=4096,
+)
 PROMPT, NEW_TOKENS, BLOCK, REPEATS = 128, 48, 16, 3
 
 
@@ -47,12 +57,25 @@ def main():
         logits = target.verify(text[-1], mx.zeros((0,), mx.uint32)).logits
         target.commit(1)
         text.append(mx.argmax(logits[0]).item())
-    result = {"machine": platform.processor() or platform.machine(), "mlx": mx.__version__, **SIZES, "block": BLOCK, "prompt": PROMPT}
+    result = {
+        "machine": platform.processor() or platform.machine(),
+        "mlx": mx.__version__,
+        **SIZES,
+        "block": BLOCK,
+        "prompt": PROMPT,
+    }
     for name, kept in (("keeps 3", [3]), ("keeps 0", [0]), ("keeps all or 5", [15, 5])):
         for way in ("recurrence", "replay"):
             times = sorted(milliseconds_a_round(model, text, kept, way) for _ in range(REPEATS))
             result[f"{name}, {way}"] = [round(cpu, 1) for cpu, _ in times]
-            print(name, way, "CPU ms a round:", *(f"{cpu:.1f}" for cpu, _ in times), "wall:", *(f"{wall:.1f}" for _, wall in times))
+            print(
+                name,
+                way,
+                "CPU ms a round:",
+                *(f"{cpu:.1f}" for cpu, _ in times),
+                "wall:",
+                *(f"{wall:.1f}" for _, wall in times),
+            )
     print(json.dumps(result))
 
 

@@ -11,9 +11,7 @@ import math
 import numpy as np
 
 
-def reference_draft_logits(
-    config, weights, features, anchor, embed, head, block_size=None, first_position=0
-):
+def reference_draft_logits(config, weights, features, anchor, embed, head, block_size=None, first_position=0):
     """The draft's logits for every masked slot of one block.
 
     config: a DFlash 1 config.json as a dict. weights: z-lab tensor name -> array.
@@ -59,13 +57,9 @@ def reference_draft_hidden(config, weights, features, block, first_position=0):
             ],
             axis=1,
         )  # (L, P + L)
-        out = attend(
-            q, np.concatenate([context_k, k], 1), np.concatenate([context_v, v], 1), visible
-        )
+        out = attend(q, np.concatenate([context_k, k], 1), np.concatenate([context_v, v], 1), visible)
         hidden = hidden + _linear(w, name + "self_attn.o_proj", out)
-        hidden = hidden + _mlp(
-            w, name + "mlp.", rms_norm(hidden, w[name + "post_attention_layernorm.weight"], eps)
-        )
+        hidden = hidden + _mlp(w, name + "mlp.", rms_norm(hidden, w[name + "post_attention_layernorm.weight"], eps))
     return rms_norm(hidden, w["norm.weight"], config["rms_norm_eps"])
 
 
@@ -80,8 +74,7 @@ def reference_context_kv(config, weights, features, first_position=0):
     fused = rms_norm(fused, w["hidden_norm.weight"], config["rms_norm_eps"])
     positions = first_position + np.arange(len(fused))
     return [
-        _keys_values(config, w, f"layers.{i}.self_attn.", fused, positions)
-        for i in range(config["num_hidden_layers"])
+        _keys_values(config, w, f"layers.{i}.self_attn.", fused, positions) for i in range(config["num_hidden_layers"])
     ]
 
 
@@ -110,9 +103,7 @@ def reference_target(config, weights, tokens):
         if _layer_type(config, i) == "sliding_attention":
             visible &= positions[:, None] - positions[None] < config["sliding_window"]
         hidden = hidden + _linear(w, name + "self_attn.o_proj", attend(q, k, v, visible))
-        hidden = hidden + _mlp(
-            w, name + "mlp.", rms_norm(hidden, w[name + "post_attention_layernorm.weight"], eps)
-        )
+        hidden = hidden + _mlp(w, name + "mlp.", rms_norm(hidden, w[name + "post_attention_layernorm.weight"], eps))
         streams.append(hidden)
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return rms_norm(hidden, w["model.norm.weight"], eps) @ head.T, streams

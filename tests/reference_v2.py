@@ -23,7 +23,8 @@ def reference_v2_hidden(config, weights, features, block):
     for i, (context_k, context_v) in enumerate(context):
         name = f"layers.{i}."
         visible = np.concatenate(
-            [v1._context_visible(config, i, positions, context_positions), v1._block_visible(config, i, positions)], axis=1
+            [v1._context_visible(config, i, positions, context_positions), v1._block_visible(config, i, positions)],
+            axis=1,
         )
 
         def attention(x):
@@ -33,7 +34,11 @@ def reference_v2_hidden(config, weights, features, block):
             k, v = v1._keys_values(config, w, name + "self_attn.", x, positions)
             keys, values = np.concatenate([context_k, k], 1), scale * np.concatenate([context_v, v], 1)
             sinks = w.get(name + "self_attn.attention_sink_bias")
-            out = v1.attend(q, keys, values, visible) if sinks is None else attend_with_sinks(q, keys, values, visible, sinks)
+            out = (
+                v1.attend(q, keys, values, visible)
+                if sinks is None
+                else attend_with_sinks(q, keys, values, visible, sinks)
+            )
             return v1._linear(w, name + "self_attn.o_proj", out)
 
         hidden = hidden + around(
@@ -87,7 +92,9 @@ def reference_v2_logits(config, weights, features, anchor, embed, head, from_anc
     rows = _option(config, "block_size")
     mask = weights.get("mask_embedding")
     mask = embed[_option(config, "mask_token_id")] if mask is None else np.reshape(mask, -1)
-    block = np.array([embed[anchor]] + [mask] * (rows - 1), dtype=np.float64) * _option(config, "input_embedding_scale", 1.0)
+    block = np.array([embed[anchor]] + [mask] * (rows - 1), dtype=np.float64) * _option(
+        config, "input_embedding_scale", 1.0
+    )
     hidden = reference_v2_hidden(config, weights, features, block)
     hidden = hidden if from_anchor else hidden[1:]
     logits = hidden @ np.asarray(head, dtype=np.float64).T

@@ -15,10 +15,20 @@ from mlx_dflash.server.__main__ import make_parser, make_server
 @contextmanager
 def our_server(pair, *flags):
     """Yields (client, generator). The block is the draft's own: measured ones would differ from run to run."""
-    args = make_parser().parse_args(["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", "--block-size", "6", *flags])
+    args = make_parser().parse_args(
+        ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", "--block-size", "6", *flags]
+    )
     httpd, generator = make_server(args)
     with _served(httpd, generator):
-        yield OpenAI(base_url=f"http://127.0.0.1:{httpd.server_port}/v1", api_key=args.api_key or "none", max_retries=0, timeout=60), generator
+        yield (
+            OpenAI(
+                base_url=f"http://127.0.0.1:{httpd.server_port}/v1",
+                api_key=args.api_key or "none",
+                max_retries=0,
+                timeout=60,
+            ),
+            generator,
+        )
 
 
 @contextmanager
@@ -28,7 +38,9 @@ def mlx_lm_server(pair):
     args.num_draft_tokens, args.kv_group_size, args.quantized_kv_start = 3, 64, 5000
     args.decode_concurrency = args.prompt_concurrency = 1
     generator = ResponseGenerator(ModelProvider(args), LRUPromptCache(10))
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a, **k: APIHandler(generator, *a, system_fingerprint="fp", **k))
+    httpd = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *a, **k: APIHandler(generator, *a, system_fingerprint="fp", **k)
+    )
     with _served(httpd, generator):
         yield OpenAI(base_url=f"http://127.0.0.1:{httpd.server_port}/v1", api_key="none", max_retries=0, timeout=60)
 

@@ -49,9 +49,16 @@ SAME_LEVEL = ("draft", "kernels", "demo")
 # Functions with more than five parameters: the public API takes mlx-lm's options, constructors take options once, and
 # attention has the signature of mlx.
 MANY_PARAMETERS = {
-    "stream_generate", "open_session", "load", "Session.__init__", "Drafter.__init__", "Target.__init__", "attend_metal",
-    "by_kernels.attend", "Kernels.attend_block",
-}  # fmt: skip
+    "stream_generate",
+    "open_session",
+    "load",
+    "Session.__init__",
+    "Drafter.__init__",
+    "Target.__init__",
+    "attend_metal",
+    "by_kernels.attend",
+    "Kernels.attend_block",
+}
 
 # Words that the glossary replaces, as parts of identifiers.
 NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
@@ -81,7 +88,9 @@ def imported(path):
             base = [*here[: len(here) - node.level + 1], *(node.module.split(".") if node.module else [])]
             for alias in node.names:
                 whole = ".".join([*base, alias.name])
-                is_module = (PACKAGE / (whole.replace(".", "/") + ".py")).exists() or (PACKAGE / whole.replace(".", "/")).is_dir()
+                is_module = (PACKAGE / (whole.replace(".", "/") + ".py")).exists() or (
+                    PACKAGE / whole.replace(".", "/")
+                ).is_dir()
                 yield whole if is_module else ".".join(base)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_dflash":
             yield node.module.partition(".")[2]
@@ -116,7 +125,9 @@ def test_imports_point_down_only(path):
     for other in imported(path):
         is_sibling = name.split(".")[0] == other.split(".")[0] and name.split(".")[0] in SAME_LEVEL
         both_front = level(name) == level(other) == LEVELS["cli"]
-        assert is_sibling or both_front or level(other) < level(name), f"{name} (level {level(name)}) imports {other} ({level(other)})"
+        assert is_sibling or both_front or level(other) < level(name), (
+            f"{name} (level {level(name)}) imports {other} ({level(other)})"
+        )
 
 
 @each_file(PACKAGE_FILES)
@@ -132,14 +143,22 @@ def test_target_and_draft_do_not_know_each_other(path):
 def test_files_and_functions_are_short(path):
     lines = len(path.read_text().splitlines())
     assert lines <= 400, f"{lines} lines; at most 400"
-    long = {name: node.end_lineno - node.lineno + 1 for name, node in functions(path) if node.end_lineno - node.lineno >= 50}
+    long = {
+        name: node.end_lineno - node.lineno + 1 for name, node in functions(path) if node.end_lineno - node.lineno >= 50
+    }
     assert not long, f"more than 50 lines: {long}"
 
 
 @each_file()
 def test_functions_take_few_parameters(path):
     for name, node in functions(path):
-        count = len([a for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs] if a.arg not in ("self", "cls")])
+        count = len(
+            [
+                a
+                for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if a.arg not in ("self", "cls")
+            ]
+        )
         assert count <= 5 or name in MANY_PARAMETERS, f"{name} has {count} parameters; a concept is missing"
 
 
@@ -151,7 +170,11 @@ def test_modules_classes_and_public_functions_are_documented(path):
     if path.stem in FRONT_ENDS:
         return
     for node in TREES[path].body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and node.name not in ("MLP", "DraftLayer"):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and not node.name.startswith("_")
+            and node.name not in ("MLP", "DraftLayer")
+        ):
             assert ast.get_docstring(node), f"{node.name} has no docstring"
 
 
@@ -159,14 +182,20 @@ def test_modules_classes_and_public_functions_are_documented(path):
 def test_there_is_no_hidden_state(path):
     """No environment variables, no globals that change, no exception that is caught whatever it is."""
     for node in ast.walk(TREES[path]):
-        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"line {node.lineno}: environment"
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), (
+            f"line {node.lineno}: environment"
+        )
         assert not isinstance(node, ast.Global), f"line {node.lineno}: global statement"
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else ""
             reraises = any(isinstance(n, ast.Raise) and n.exc is None for n in ast.walk(node))
-            assert caught not in ("", "Exception") and (caught != "BaseException" or reraises), f"line {node.lineno}: catches {caught}"
+            assert caught not in ("", "Exception") and (caught != "BaseException" or reraises), (
+                f"line {node.lineno}: catches {caught}"
+            )
     for node in TREES[path].body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set, ast.Call, ast.ListComp, ast.DictComp)):
+        if isinstance(node, ast.Assign) and isinstance(
+            node.value, (ast.List, ast.Dict, ast.Set, ast.Call, ast.ListComp, ast.DictComp)
+        ):
             name = ast.unparse(node.targets[0])
             constant = name.strip("_").isupper() or name == "__all__"
             assert constant or name == "_scope", f"line {node.lineno}: {name} looks like module state"
@@ -196,7 +225,9 @@ def test_the_import_is_light():
 
 
 def test_no_module_reaches_for_the_network_when_imported():
-    modules = [f"mlx_dflash.{name_of(p)}".rstrip(".") for p in PACKAGE_FILES if p.name != "__main__.py"] + ["mlx_dflash"]
+    modules = [f"mlx_dflash.{name_of(p)}".rstrip(".") for p in PACKAGE_FILES if p.name != "__main__.py"] + [
+        "mlx_dflash"
+    ]
     run_python(
         "import socket, importlib\n"
         "def refuse(*args): raise AssertionError('network')\n"

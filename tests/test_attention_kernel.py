@@ -1,4 +1,5 @@
 """The attention kernel against a dense float64 reference, run by the emulator."""
+
 import re
 from dataclasses import dataclass, field, replace
 

@@ -73,7 +73,10 @@ def test_nothing_is_loaded_where_none_is_installed_or_it_would_be_too_late(syste
     assert not blas.load_blas() and system.threads is None
 
 
-@pytest.mark.parametrize(["environment", "threads"], [({}, min(len(os.sched_getaffinity(0)), 8)), ({"BLIS_NUM_THREADS": "3"}, 3)] if sys.platform == "linux" else [])
+@pytest.mark.parametrize(
+    ["environment", "threads"],
+    [({}, min(len(os.sched_getaffinity(0)), 8)), ({"BLIS_NUM_THREADS": "3"}, 3)] if sys.platform == "linux" else [],
+)
 def test_threads_of_the_real_blis(environment, threads):
     code = (
         "import ctypes, mlx_dflash\n"
@@ -81,7 +84,12 @@ def test_threads_of_the_real_blis(environment, threads):
         "print(blis.bli_thread_get_num_threads() if hasattr(blis, 'bli_info_get_enable_openmp') and blis.bli_info_get_enable_openmp() else 'absent')"
     )
     kept = {name: value for name, value in os.environ.items() if name not in ("BLIS_NUM_THREADS", "OMP_NUM_THREADS")}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**kept, "PYTHONPATH": os.getcwd(), **environment})
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**kept, "PYTHONPATH": os.getcwd(), **environment},
+    )
     if run.stdout.strip() == "absent":
         pytest.skip("BLIS for OpenMP is not installed")
     assert run.returncode == 0 and int(run.stdout) == threads, run.stdout + run.stderr
@@ -101,7 +109,9 @@ def test_matrix_products_of_mlx_run_in_the_library_that_was_loaded():
         "    for a, b in [line.split()[0].split('-')] if int(a, 16) <= first < int(b, 16))\n"
         "print(path)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
     if run.returncode == 77:
         pytest.skip("no fast BLAS is installed")
     assert run.returncode == 0, run.stderr

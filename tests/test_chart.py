@@ -32,9 +32,15 @@ def test_picture_of_a_report(tmp_path, groups, ending, begins):
         assert file.read_text().count('id="axes_') == 3
 
 
-@pytest.mark.parametrize("name, told", [("out.xyz", "got xyz"), ("out", "got none"), ("nowhere/out.png", "there is no folder")])
-@pytest.mark.parametrize("command", [benchmark.main, lambda args: train.main(["eval", "--model", "demo", "--draft-model", "demo", *args])])
-def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path, name, told, command, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name, told", [("out.xyz", "got xyz"), ("out", "got none"), ("nowhere/out.png", "there is no folder")]
+)
+@pytest.mark.parametrize(
+    "command", [benchmark.main, lambda args: train.main(["eval", "--model", "demo", "--draft-model", "demo", *args])]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path, name, told, command, monkeypatch, capsys
+):
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setattr(benchmark, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as stop:

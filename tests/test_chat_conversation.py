@@ -15,7 +15,9 @@ from mlx_dflash.prompt_cache import make_prompt_cache
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):
-    return Conversation(target, byte_tokenizer(chat_template=template), draft, settings=Settings(max_tokens=max_tokens, **options))
+    return Conversation(
+        target, byte_tokenizer(chat_template=template), draft, settings=Settings(max_tokens=max_tokens, **options)
+    )
 
 
 def say(conversation, text, **options):
@@ -26,9 +28,15 @@ def assert_caches_equal_fresh(conversation):
     """The caches hold, to rounding, what one fresh read of the same tokens gives."""
     covered = conversation.covered
     fresh = make_prompt_cache(conversation.model, conversation.draft)
-    list(open_session(conversation.model, conversation.draft, mx.array(covered), 1, prompt_cache=fresh).emit(mx.array(covered)))
+    list(
+        open_session(conversation.model, conversation.draft, mx.array(covered), 1, prompt_cache=fresh).emit(
+            mx.array(covered)
+        )
+    )
     for i, (kept, new) in enumerate(zip(conversation._caches, fresh)):
-        assert kept.offset == len(covered), f"cache {i} covers {kept.offset} tokens, the conversation has {len(covered)}"
+        assert kept.offset == len(covered), (
+            f"cache {i} covers {kept.offset} tokens, the conversation has {len(covered)}"
+        )
         for a, b in zip(kept.state[:2], new.state[:2]):
             rows = min(a.shape[2], b.shape[2] - 1)
             worst = mx.abs(a[..., -rows:, :] - b[..., -rows - 1 : -1, :]).max().item()
@@ -50,7 +58,9 @@ def test_second_turn_reads_only_the_new_tokens(target, draft):
     answer_open = conversation.messages[1]["content"] and conversation.turn.num_cached == covered
     new_text = len("user: and you?") + 1 + len("assistant: ")
     assert answer_open and conversation.turn.num_cached == covered
-    assert conversation.turn.num_read in (new_text, new_text + 1), "the new message, and the end of the turn if max_tokens cut it"
+    assert conversation.turn.num_read in (new_text, new_text + 1), (
+        "the new message, and the end of the turn if max_tokens cut it"
+    )
     assert set(read) == {conversation.turn.num_read}
     assert conversation.turn.response.stats.num_accepted > 0, "the rounds of this test are to keep drafts"
     assert_caches_equal_fresh(conversation)
@@ -180,7 +190,15 @@ def test_files_of_others_are_refused(target, draft, tmp_path):
 
 def test_settings_refuse_what_makes_no_sense():
     chosen = Settings()
-    for name, value in [("temp", "hot"), ("temp", -1), ("top_p", 2), ("max_tokens", 0), ("max_tokens", 1.5j), ("thinking", "maybe"), ("colour", 1)]:
+    for name, value in [
+        ("temp", "hot"),
+        ("temp", -1),
+        ("top_p", 2),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5j),
+        ("thinking", "maybe"),
+        ("colour", 1),
+    ]:
         with pytest.raises(ValueError, match=name):
             chosen.set(name, value)
     chosen.set("temp", "0.7")
@@ -190,7 +208,14 @@ def test_settings_refuse_what_makes_no_sense():
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.text(st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_categories=["Cs"]), min_size=1, max_size=12)),
+        st.tuples(
+            st.just("ask"),
+            st.text(
+                st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_categories=["Cs"]),
+                min_size=1,
+                max_size=12,
+            ),
+        ),
         st.tuples(st.just("undo"), st.none()),
         st.tuples(st.just("retry"), st.none()),
         st.tuples(st.just("stop"), st.integers(1, 12)),

@@ -29,14 +29,23 @@ def command(pair, *flags):
 
 
 def environment(home, **more):
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "HF_HUB_OFFLINE": "1", "PROMPT_TOOLKIT_NO_CPR": "1", **more}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+        **more,
+    }
 
 
 class Person:
     """Somebody at the keyboard: types lines, presses keys, waits for what the screen shows."""
 
     def __init__(self, arguments, env):
-        self.child = pexpect.spawn(arguments[0], arguments[1:], env=env, encoding="utf-8", timeout=180, dimensions=(40, 120))
+        self.child = pexpect.spawn(
+            arguments[0], arguments[1:], env=env, encoding="utf-8", timeout=180, dimensions=(40, 120)
+        )
 
     def see(self, pattern):
         self.child.expect(pattern)
@@ -62,7 +71,9 @@ class Person:
 
 def test_a_session_at_the_terminal(pair, tmp_path):
     file_name = tmp_path / "session.safetensors"
-    person = Person(command(pair, "-m", "12", "--prompt-cache-file", str(file_name)), environment(tmp_path, TERM="xterm-256color"))
+    person = Person(
+        command(pair, "-m", "12", "--prompt-cache-file", str(file_name)), environment(tmp_path, TERM="xterm-256color")
+    )
     person.see("Talking to .*/help lists the commands")
     person.type("hello")
     first = person.see(STATUS)
@@ -95,7 +106,9 @@ def test_a_session_at_the_terminal(pair, tmp_path):
     assert person.leave() == 0
     messages = json.loads((tmp_path / "text.json").read_text())["messages"]
     assert [m["content"] for m in messages if m["role"] == "user"] == ["hello", "first line\nsecond line"]
-    resumed = Person(command(pair, "-m", "5", "--prompt-cache-file", str(file_name)), environment(tmp_path, TERM="xterm-256color"))
+    resumed = Person(
+        command(pair, "-m", "5", "--prompt-cache-file", str(file_name)), environment(tmp_path, TERM="xterm-256color")
+    )
     resumed.see("Continuing 4 messages from .*, its caches too")
     resumed.child.send("\x1b[A")  # Up: the last line of the session before.
     resumed.see("/stats")
@@ -125,20 +138,30 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(pair, tmp_path):
 
 def test_lines_from_a_pipe(pair, tmp_path):
     done = subprocess.run(
-        command(pair, "-m", "5"), input="hello\n/draft off\n/quit\n", env=environment(tmp_path), capture_output=True, text=True, timeout=120
+        command(pair, "-m", "5"),
+        input="hello\n/draft off\n/quit\n",
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(STATUS, done.stdout) and "Drafting is off" in done.stdout
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize("flags, message", [(["--prompt-cache-file", "x.npz"], "must end in .safetensors"), (["--temp", "-1"], "temp must be")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [(["--prompt-cache-file", "x.npz"], "must end in .safetensors"), (["--temp", "-1"], "temp must be")],
+)
 def test_wrong_flags_are_one_line(pair, tmp_path, flags, message):
     done = subprocess.run(command(pair, *flags), env=environment(tmp_path), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
-MARKDOWN = "# Rivers\n\nThree **rivers**:\n\n1. Danube\n2. Rhine\n\n```python\nprint('x')\n\nprint('y')\n```\n\nThat is *all*."
+MARKDOWN = (
+    "# Rivers\n\nThree **rivers**:\n\n1. Danube\n2. Rhine\n\n```python\nprint('x')\n\nprint('y')\n```\n\nThat is *all*."
+)
 
 
 def screen(write):
@@ -176,6 +199,11 @@ def test_reasoning_is_dimmed_and_on_its_own_lines():
 
     console = Console(file=io.StringIO(), force_terminal=True, width=60)
     with AnswerView(console, markdown=False) as view:
-        for kind, text in [("reasoning", "let me "), ("reasoning", "see"), ("normal", "\n\nyes"), ("normal", ", it is")]:
+        for kind, text in [
+            ("reasoning", "let me "),
+            ("reasoning", "see"),
+            ("normal", "\n\nyes"),
+            ("normal", ", it is"),
+        ]:
             view.feed(kind, text)
     assert console.file.getvalue() == "\x1b[2mlet me \x1b[0m\x1b[2msee\x1b[0m\nyes, it is\n"

@@ -49,7 +49,11 @@ def save_torch(path, content, monkeypatch):
             if not isinstance(item, np.ndarray):
                 return None
             storages.append(item)
-            kind = "BFloat16Storage" if item.dtype == np.uint16 else {"f4": "FloatStorage", "f2": "HalfStorage", "i8": "LongStorage"}[item.dtype.str[1:]]
+            kind = (
+                "BFloat16Storage"
+                if item.dtype == np.uint16
+                else {"f4": "FloatStorage", "f2": "HalfStorage", "i8": "LongStorage"}[item.dtype.str[1:]]
+            )
             return "storage", getattr(torch, kind), str(len(storages) - 1), "cpu", item.size
 
         def reducer_override(self, item):
@@ -125,7 +129,17 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path, what, monkeypatch):
     assert not (tmp_path / "proof").exists()
 
 
-@pytest.mark.parametrize("content", [{}, {"other": 1}, 5, TorchTensor(np.ones((2, 32), np.float32)), {"embedding": [1.0]}, {"mask_token_id": "x", "embedding": TorchTensor(VECTOR)}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"other": 1},
+        5,
+        TorchTensor(np.ones((2, 32), np.float32)),
+        {"embedding": [1.0]},
+        {"mask_token_id": "x", "embedding": TorchTensor(VECTOR)},
+    ],
+)
 def test_mask_file_without_one_vector_is_refused(tmp_path, content, monkeypatch):
     save_torch(tmp_path / "mask_embedding.pt", content, monkeypatch)
     with pytest.raises(ValueError, match="mask_embedding.pt"):
@@ -139,7 +153,10 @@ def test_damaged_mask_files_are_refused(tmp_path, monkeypatch):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match="mask_embedding.pt"):
             read_torch_file(file)
-    with zipfile.ZipFile(whole_zip := tmp_path / "short.pt", "w") as archive, zipfile.ZipFile(tmp_path / "whole.pt") as source:
+    with (
+        zipfile.ZipFile(whole_zip := tmp_path / "short.pt", "w") as archive,
+        zipfile.ZipFile(tmp_path / "whole.pt") as source,
+    ):
         archive.writestr("archive/data.pkl", source.read("archive/data.pkl"))
         archive.writestr("archive/data/0", b"\0" * 16)
     with pytest.raises(ValueError, match="16 bytes; expected 128"):
@@ -193,11 +210,15 @@ def test_missing_stray_and_foreign_shards(tmp_path):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{}", "weight_map"), ("[]", "JSON object"), ("{", "valid JSON"), ('{"weight_map": {"a": "../../etc/passwd"}}', "same folder"),
-        ('{"weight_map": {"a": 5}}', "same folder"), ('{"weight_map": {"a": "model.safetensors"}}', "promises tensors"),
+        ("{}", "weight_map"),
+        ("[]", "JSON object"),
+        ("{", "valid JSON"),
+        ('{"weight_map": {"a": "../../etc/passwd"}}', "same folder"),
+        ('{"weight_map": {"a": 5}}', "same folder"),
+        ('{"weight_map": {"a": "model.safetensors"}}', "promises tensors"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "lacks absent.safetensors"),
     ],
-)  # fmt: skip
+)
 def test_broken_indexes(tmp_path, index, message):
     folder = save_draft(tmp_path, draft_config(), draft_weights(draft_config()))
     (folder / "model.safetensors.index.json").write_text(index)
@@ -211,9 +232,11 @@ def test_wrong_places_are_named(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").mkdir()
     for name, error, message in [
-        ("file.txt", ValueError, "is a file"), ("empty", FileNotFoundError, "no config.json"),
-        ("config", FileNotFoundError, "no config.json"), ("absent", FileNotFoundError, "no folder"),
-    ]:  # fmt: skip
+        ("file.txt", ValueError, "is a file"),
+        ("empty", FileNotFoundError, "no config.json"),
+        ("config", FileNotFoundError, "no config.json"),
+        ("absent", FileNotFoundError, "no folder"),
+    ]:
         with pytest.raises(error, match=message):
             mlx_dflash.load_draft(str(tmp_path / name))
     (tmp_path / "empty" / "config.json").write_text("not json")
@@ -247,11 +270,13 @@ def test_wrong_shapes_and_reduced_heads_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "target", "message"),
     [
-        (dict(hidden_size=64, target_hidden_size=64), {}, "hidden size is 64"), (dict(num_target_layers=5), {}, "5 layers, this target has 4"),
-        (dict(vocab_size=98), {}, "98 tokens, the target one of 97"), (dict(num_target_layers=None, dflash=dict(target_layer_ids=[0, 9])), {}, "taps layers"),
+        (dict(hidden_size=64, target_hidden_size=64), {}, "hidden size is 64"),
+        (dict(num_target_layers=5), {}, "5 layers, this target has 4"),
+        (dict(vocab_size=98), {}, "98 tokens, the target one of 97"),
+        (dict(num_target_layers=None, dflash=dict(target_layer_ids=[0, 9])), {}, "taps layers"),
         (dict(target_hidden_size=64), {}, "width 64, the target's layers give 32"),
     ],
-)  # fmt: skip
+)
 def test_pairs_that_do_not_fit_name_both_sides(tmp_path, changes, target, message):
     config = draft_config(**changes)
     if changes.get("target_hidden_size") == 64 and config["hidden_size"] == 32:

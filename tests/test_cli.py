@@ -107,7 +107,9 @@ def test_prompt_cache_file_continues(monkeypatch, capfd, pair, tmp_path):
     mlx_dflash.save_prompt_cache(str(tmp_path / "c.safetensors"), cache, {"model": pair[1]})
     flags = ("--prompt-cache-file", tmp_path / "c.safetensors", "-p", "two", "-m", 8)
     assert run(monkeypatch, cli.main, "--draft-model", pair[3], *flags) == 0
-    expected = mlx_dflash.generate(model, tokenizer, "two\nassistant: ", draft_model=draft, prompt_cache=cache, max_tokens=8)
+    expected = mlx_dflash.generate(
+        model, tokenizer, "two\nassistant: ", draft_model=draft, prompt_cache=cache, max_tokens=8
+    )
     assert capfd.readouterr().out == expected + "\n"
 
 

@@ -28,7 +28,9 @@ def test_text_is_the_targets_and_drafts_are_right_at_the_rate(loaded, rate, leng
         num_rounds += ours[-1].stats.num_rounds
         num_tokens += len(ours) - 1
     expected = expected_acceptance_length(rate, PAIR.shape.block_size)
-    assert 0.75 * expected <= num_tokens / num_rounds <= 1.33 * expected, f"{num_tokens} tokens in {num_rounds} rounds, expected {expected:.2f}"
+    assert 0.75 * expected <= num_tokens / num_rounds <= 1.33 * expected, (
+        f"{num_tokens} tokens in {num_rounds} rounds, expected {expected:.2f}"
+    )
 
 
 def test_text_is_the_ring(loaded):

@@ -6,7 +6,16 @@ from itertools import islice
 import mlx.core as mx
 import pytest
 from fixtures import draft_config, plain_tokens, tiny_target
-from harness import PROMPT, assert_same_caches, draft_run, forced_drafter, fresh_caches, make_draft, plain_run, tokenizer
+from harness import (
+    PROMPT,
+    assert_same_caches,
+    draft_run,
+    forced_drafter,
+    fresh_caches,
+    make_draft,
+    plain_run,
+    tokenizer,
+)
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash.api
@@ -210,7 +219,9 @@ def test_an_interrupt_during_the_prefill_leaves_the_caches_as_they_were(pair, ca
             raise KeyboardInterrupt
 
     prompt = list(range(20, 28))
-    tokens = run_into(KeyboardInterrupt, start(model, draft, cache, prompt, prefill_step_size=2, prompt_progress_callback=progress))
+    tokens = run_into(
+        KeyboardInterrupt, start(model, draft, cache, prompt, prefill_step_size=2, prompt_progress_callback=progress)
+    )
     assert tokens == [] and len(calls) == call
     # The last call comes when the whole prompt is read, but no token was given yet.
     covered = NEXT + earlier + (prompt if call == 6 else [])
@@ -223,7 +234,9 @@ def test_progress_is_reported_as_mlx_lm_reports_it(pair):
     reports = []
     for runner in (plain_run, lambda model, *args, **kwargs: draft_run(model, draft, *args, **kwargs)):
         calls = []
-        runner(model, PROMPT, max_tokens=2, prefill_step_size=3, prompt_progress_callback=lambda *call: calls.append(call))
+        runner(
+            model, PROMPT, max_tokens=2, prefill_step_size=3, prompt_progress_callback=lambda *call: calls.append(call)
+        )
         reports.append(calls)
     assert reports[0] == reports[1]
 
@@ -247,7 +260,12 @@ def test_a_conversation_of_several_turns_is_mlx_lms(pair, temperature):
     ours, plain = mlx_dflash.make_prompt_cache(model, draft), mlx_dflash.make_prompt_cache(model)
     said = []
     for turn, prompt in enumerate([PROMPT, [7], list(range(30, 50)), NEXT]):
-        options = dict(seed=turn, max_tokens=5 + 4 * turn, sampler=make_sampler(temperature), stop_tokens=[said[-1]] if turn == 2 else [])
+        options = dict(
+            seed=turn,
+            max_tokens=5 + 4 * turn,
+            sampler=make_sampler(temperature),
+            stop_tokens=[said[-1]] if turn == 2 else [],
+        )
         expected = plain_run(model, prompt, prompt_cache=plain, **options)
         found = draft_run(model, draft, prompt, prompt_cache=ours, **options)
         assert found.tokens == expected.tokens, f"turn {turn}: {found.tokens} instead of {expected.tokens}"
@@ -265,7 +283,9 @@ def test_a_saved_conversation_goes_on_identically(pair, reader, tmp_path):
     earlier = draft_run(model, draft, list(range(12)), max_tokens=6, prompt_cache=cache).tokens
     file = str(tmp_path / "chat.safetensors")
     mlx_dflash.save_prompt_cache(file, cache, {"model": "tiny"})
-    loaded, metadata = (mlx_dflash.load_prompt_cache if reader == "ours" else load_prompt_cache)(file, return_metadata=True)
+    loaded, metadata = (mlx_dflash.load_prompt_cache if reader == "ours" else load_prompt_cache)(
+        file, return_metadata=True
+    )
     assert metadata == {"model": "tiny"}
     assert [c.offset for c in loaded] == [c.offset for c in cache]
     check_next_turn(loaded, model, draft, [*range(12), *earlier], pytest.MonkeyPatch())

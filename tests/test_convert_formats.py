@@ -36,7 +36,11 @@ def sources(folder):
     """Layout -> (source, its configuration in z-lab's layout)."""
     v1, v2 = draft_config(), draft2_config(layer_types=[SLIDING] * 2, sliding_window=8)
     reduced = {name: mx.array(w) for name, w in draft_weights(v1).items()}
-    reduced |= {"lm_head.weight": mx.random.normal((4, 32)), "d2t": mx.array([0, 4, 9, 90]), "embed_tokens.weight": mx.random.normal((97, 32))}
+    reduced |= {
+        "lm_head.weight": mx.random.normal((4, 32)),
+        "d2t": mx.array([0, 4, 9, 90]),
+        "embed_tokens.weight": mx.random.normal((97, 32)),
+    }
     return {
         "z-lab 1": (save_draft(folder / "a", v1, draft_weights(v1, mask_embedding=True), shards=2), v1),
         "z-lab 2": (save_draft(folder / "b", v2, draft_weights(v2)), v2),
@@ -56,7 +60,9 @@ def test_reloaded_equals_converted_equals_source(tmp_path, layout):
     for converted in (folder, again):
         logits, proposal = logits_of(converted, config=config)
         assert np.array_equal(logits, expected) and proposal == path
-    files = [{n: w for f in folder.glob("*.safetensors") for n, w in mx.load(str(f)).items()} for folder in (folder, again)]
+    files = [
+        {n: w for f in folder.glob("*.safetensors") for n, w in mx.load(str(f)).items()} for folder in (folder, again)
+    ]
     assert files[0].keys() == files[1].keys()
     for name, tensor in files[0].items():
         assert tensor.dtype == files[1][name].dtype and mx.array_equal(tensor, files[1][name]).item(), name
@@ -65,11 +71,15 @@ def test_reloaded_equals_converted_equals_source(tmp_path, layout):
 @pytest.mark.parametrize(
     ("quantization", "bits", "worst"),
     [
-        (Quantization(8, 32), 8, 0.02), (Quantization(4, 32), 4, 0.3), (Quantization(mode="mxfp4"), 4, 0.3),
-        (Quantization(mode="mxfp8"), 8, 0.1), (Quantization(mode="nvfp4"), 4, 0.3), (Quantization(group_size=32, recipe="mixed_4_6"), 4, 0.3),
+        (Quantization(8, 32), 8, 0.02),
+        (Quantization(4, 32), 4, 0.3),
+        (Quantization(mode="mxfp4"), 4, 0.3),
+        (Quantization(mode="mxfp8"), 8, 0.1),
+        (Quantization(mode="nvfp4"), 4, 0.3),
+        (Quantization(group_size=32, recipe="mixed_4_6"), 4, 0.3),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("make", [draft_config, draft2_config], ids=["v1", "v2"])
 def test_every_mode_of_quantization_loads_and_stays_close(tmp_path, make, quantization, bits, worst):
     config = make()
@@ -131,13 +141,34 @@ def test_command_line_checks_reduces_and_writes_a_card(tmp_path, capsys):
     target = tiny_target(vocab_size=258)
     save_target(tmp_path / "target", target, target_config(vocab_size=258), byte_tokenizer())
     (tmp_path / "text").write_text("zzzz yyy xx")
-    flags = ["--draft-vocab", "6", "--draft-vocab-text", str(tmp_path / "text"), "--target", str(tmp_path / "target"), "--check"]
+    flags = [
+        "--draft-vocab",
+        "6",
+        "--draft-vocab-text",
+        str(tmp_path / "text"),
+        "--target",
+        str(tmp_path / "target"),
+        "--check",
+    ]
     main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "mlx"), *flags])
     assert "bit for bit" in capsys.readouterr().out
     assert load_draft(str(tmp_path / "mlx")).token_ids.tolist() == [32, 120, 121, 122, 256, 257]
     card = (tmp_path / "mlx" / "README.md").read_text()
     assert str(source) in card and "6 tokens" in card and "DFlash 1 draft" in card
-    main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "q"), "-q", "--q-bits", "8", "--q-group-size", "32", "--check"])
+    main(
+        [
+            "--hf-path",
+            str(source),
+            "--mlx-path",
+            str(tmp_path / "q"),
+            "-q",
+            "--q-bits",
+            "8",
+            "--q-group-size",
+            "32",
+            "--check",
+        ]
+    )
     assert "same best entry in" in capsys.readouterr().out
 
 
@@ -146,7 +177,20 @@ def test_target_is_converted_by_mlx_lm_and_checked(tmp_path, capsys):
     source = save_target(tmp_path / "hf", target, target_config(vocab_size=258), byte_tokenizer())
     main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "mlx"), "--check"])
     assert "bit for bit" in capsys.readouterr().out
-    main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "q"), "-q", "--q-group-size", "32", "--quant-predicate", "mixed_4_6", "--check"])
+    main(
+        [
+            "--hf-path",
+            str(source),
+            "--mlx-path",
+            str(tmp_path / "q"),
+            "-q",
+            "--q-group-size",
+            "32",
+            "--quant-predicate",
+            "mixed_4_6",
+            "--check",
+        ]
+    )
     assert "same best entry" in capsys.readouterr().out
     assert "quantization" in json.loads((tmp_path / "q" / "config.json").read_text())
 
@@ -169,21 +213,46 @@ FAMILIES = {
     "llama": dict(model_type="llama"),
     "qwen2": dict(model_type="qwen2"),
     "qwen3": dict(model_type="qwen3"),
-    "gemma3": dict(model_type="gemma3_text", query_pre_attn_scalar=16, sliding_window=8, rope_local_base_freq=10000.0, tie_word_embeddings=True),
+    "gemma3": dict(
+        model_type="gemma3_text",
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        rope_local_base_freq=10000.0,
+        tie_word_embeddings=True,
+    ),
     "phi3": dict(model_type="phi3"),
 }
 GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-}  # fmt: skip
-GEMMA_NAMES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def family_target(name):
-    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6 if name == "gemma3" else 2, head_dim=16, vocab_size=len(gguf_files.TOKENS))
+    size = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6 if name == "gemma3" else 2,
+        head_dim=16,
+        vocab_size=len(gguf_files.TOKENS),
+    )
     return tiny_target("qwen3", **{**size, **FAMILIES[name]})
 
 
@@ -209,7 +278,7 @@ def write_family(path, name, model, kind):
     more = {"sliding_window": 8, "block_count": 6} if name == "gemma3" else {}
     return gguf_files.write_gguf(
         path, tensors, architecture=name, key_length=16, layer_norm_rms_eps=1e-6, rope_freq_base=10000.0, **more
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -109,11 +109,23 @@ def test_config_comes_from_the_metadata(paths):
     convert_gguf(files.write_gguf(source, files.random_tensors(Type.F16), eot_token_id=4), folder)
     config = json.loads((folder / "config.json").read_text())
     expected = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
-        "max_position_embeddings": 512, "vocab_size": len(files.TOKENS), "tie_word_embeddings": True,
-        "rope_scaling": None, "bos_token_id": 1, "eos_token_id": [2, 4], "dtype": "float16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 512,
+        "vocab_size": len(files.TOKENS),
+        "tie_word_embeddings": True,
+        "rope_scaling": None,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 4],
+        "dtype": "float16",
+    }
     assert {key: config[key] for key in expected} == expected
     assert "quantization" not in config
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
@@ -134,9 +146,12 @@ def test_llama3_rope_factors_become_its_rope_scaling(paths):
     convert_gguf(files.write_gguf(source, tensors, rope_freq_base=theta), folder)
     scaling = json.loads((folder / "config.json").read_text())["rope_scaling"]
     assert scaling == {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+    }
     model, _ = load(str(folder))
     ratio = np.array(model.layers[0].self_attn.rope._freqs) / theta ** (np.arange(0, 16, 2) / 16)
     assert np.allclose(ratio, factors, rtol=1e-5), f"{ratio} against {factors}"
@@ -206,16 +221,27 @@ def test_sentencepiece_tokens_are_those_of_sentencepiece(paths):
     text = Path(__file__).read_text()
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.splitlines()), model_writer=model, model_type="bpe", vocab_size=400,
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(text.splitlines()),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
     spm = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = range(spm.vocab_size())
     kinds = [2 if spm.is_unknown(i) else 3 if spm.is_control(i) else 6 if spm.is_byte(i) else 1 for i in pieces]
     tokenizer = {
-        "tokenizer_model": "llama", "token_list": [spm.id_to_piece(i) for i in pieces], "token_types": kinds,
-        "token_scores": [spm.get_score(i) for i in pieces], "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0,
-    }  # fmt: skip
+        "tokenizer_model": "llama",
+        "token_list": [spm.id_to_piece(i) for i in pieces],
+        "token_types": kinds,
+        "token_scores": [spm.get_score(i) for i in pieces],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+    }
     tensors = files.random_tensors(Type.F16)
     tensors["token_embd.weight"] = (np.zeros((400, files.HIDDEN), np.float16), Type.F16)
     convert_gguf(files.write_gguf(source, tensors, tokenizer), folder)

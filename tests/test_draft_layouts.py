@@ -81,7 +81,9 @@ def test_speculators_layout(tmp_path, make):
 def test_speculators_window_that_is_not_causal(tmp_path):
     config = draft_config(layer_types=[SLIDING] * 2, sliding_window=8, is_causal=False)
     weights = draft_weights(config)
-    changes = speculators_config(draft_config(layer_types=[SLIDING] * 2, sliding_window=8), sliding_window_non_causal=True)
+    changes = speculators_config(
+        draft_config(layer_types=[SLIDING] * 2, sliding_window=8), sliding_window_non_causal=True
+    )
     check_same(tmp_path, config, weights, save_draft(tmp_path / "other", changes, weights))
 
 
@@ -117,7 +119,9 @@ def test_reduced_head_without_weights_uses_rows_of_the_targets(tmp_path):
 def test_text_with_a_reduced_head_is_the_targets_own(tmp_path, is_tied, is_quantized, temperature):
     config = draft_config()
     ids = np.arange(0, 97, 3)
-    arrays = {name: mx.array(w) for name, w in draft_weights(config).items()} | {"d2t": mx.array(ids - np.arange(len(ids)))}
+    arrays = {name: mx.array(w) for name, w in draft_weights(config).items()} | {
+        "d2t": mx.array(ids - np.arange(len(ids)))
+    }
     draft = mlx_dflash.load_draft(str(save_checkpoint(tmp_path, {**config, "draft_vocab_size": len(ids)}, arrays)))
     target = tiny_target(tie_word_embeddings=is_tied)
     if is_quantized:
@@ -135,7 +139,9 @@ def test_text_with_a_reduced_head_is_the_targets_own(tmp_path, is_tied, is_quant
 LAYOUTS = {
     "block_size at the top": dict(block_size=6, dflash=dict(block_size=None)),
     "block_size twice, the nested one counts": dict(block_size=9),
-    "ids at the top": dict(dflash=dict(mask_token_id=None, target_layer_ids=None), mask_token_id=MASK_ID, target_layer_ids=[0, 2]),
+    "ids at the top": dict(
+        dflash=dict(mask_token_id=None, target_layer_ids=None), mask_token_id=MASK_ID, target_layer_ids=[0, 2]
+    ),
     "rope_parameters": dict(rope_theta=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}),
     "rope_parameters win": dict(rope_theta=5.0, rope_parameters={"rope_theta": 10000.0}),
     "vLLM's aux ids": dict(dflash=dict(target_layer_ids=None, eagle_aux_hidden_state_layer_ids=[1, 3])),
@@ -173,11 +179,17 @@ def test_use_swa_is_a_window_on_all_layers_that_hides_nothing_of_the_block(tmp_p
 
 RENAMES = {
     "SpecForge": lambda n: "model." + n,
-    "AngelSlim": lambda n: {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight", "norm.weight": "final_norm.weight"}.get(n, n),
-    "Muse": lambda n: {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}.get(n, n),
+    "AngelSlim": lambda n: {
+        "fc.weight": "context_proj.weight",
+        "hidden_norm.weight": "context_norm.weight",
+        "norm.weight": "final_norm.weight",
+    }.get(n, n),
+    "Muse": lambda n: {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}.get(
+        n, n
+    ),
     "midlayer": lambda n: n.replace("layers.0.", "midlayer."),
     "codebooks as modules": lambda n: n + ".weight" if n.endswith("codebook") else n,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("renames", RENAMES)
@@ -206,7 +218,9 @@ def test_mask_token_by_its_text(tmp_path):
     other = save_draft(tmp_path / "other", draft_config(dict(mask_token_id=None, mask_token="<|MASK|>")), weights)
     with pytest.raises(ValueError, match="mask_token_id"):
         mlx_dflash.load_draft(str(other))
-    (other / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|MASK|>", "id": MASK_ID}], "model": {"vocab": {}}}))
+    (other / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"content": "<|MASK|>", "id": MASK_ID}], "model": {"vocab": {}}})
+    )
     check_same(tmp_path, config, weights, other)
 
 
@@ -216,34 +230,56 @@ def test_draft_in_a_subfolder_of_its_target(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "mimo", "architectures": ["MiMo"]}')
     save_draft(tmp_path / "model" / "dflash", config, weights)
-    (tmp_path / "model" / "dflash" / "model.safetensors").rename(tmp_path / "model" / "dflash" / "dflash_draft_model.safetensors")
+    (tmp_path / "model" / "dflash" / "model.safetensors").rename(
+        tmp_path / "model" / "dflash" / "dflash_draft_model.safetensors"
+    )
     check_same(tmp_path, config, weights, tmp_path / "model")
 
 
 GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "attention_conv.base_kernel": "attn_conv_base",
-    "mlp_conv.base_kernel": "ffn_conv_base", "attention_conv.kernel_projection": "attn_conv_proj",
-    "mlp_conv.kernel_projection": "ffn_conv_proj", "self_attn.attention_sink_bias": "attn_sinks",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "self_attn.attention_sink_bias": "attn_sinks",
     "candidate_selector.hidden_projection": "selector_hidden",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
-    "hidden_norm": "enc.output_norm", "fc": "fc",
-}  # fmt: skip
+    "hidden_norm": "enc.output_norm",
+    "fc": "fc",
+}
 
 
 def write_gguf_draft(path, config, weights, kind=gguf.GGMLQuantizationType.F32):
     """Write a draft as llama.cpp's converter does; `kind` for the matrices whose rows divide into its blocks."""
     writer, nested = gguf.GGUFWriter(path, "dflash"), config["dflash_config"]
     numbers = {
-        "embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"],
-        "block_count": config["num_hidden_layers"], "context_length": config["max_position_embeddings"],
-        "attention.head_count": config["num_attention_heads"], "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"], "vocab_size": config["vocab_size"], "block_size": nested["block_size"],
-    }  # fmt: skip
-    numbers |= {key: nested[key] for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k") if key in nested}
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "vocab_size": config["vocab_size"],
+        "block_size": nested["block_size"],
+    }
+    numbers |= {
+        key: nested[key]
+        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        if key in nested
+    }
     if "sliding_window" in config:
         numbers["attention.sliding_window"] = config["sliding_window"]
         writer.add_array("dflash.attention.sliding_window_pattern", [t == SLIDING for t in config["layer_types"]])
@@ -260,7 +296,9 @@ def write_gguf_draft(path, config, weights, kind=gguf.GGMLQuantizationType.F32):
         layer, _, rest = stem.removeprefix("layers.").partition(".")
         new = f"blk.{layer}.{GGUF_NAMES[rest]}" if stem.startswith("layers.") else GGUF_NAMES.get(stem, "output_norm")
         new += ".weight" if name.endswith(".weight") else ""
-        is_matrix = weight.ndim == 2 and weight.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and "codebook" not in name
+        is_matrix = (
+            weight.ndim == 2 and weight.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and "codebook" not in name
+        )
         stored = gguf.quants.quantize(weight, kind) if is_matrix else weight
         writer.add_tensor(new, stored, raw_dtype=kind if is_matrix else None)
     writer.write_header_to_file()
@@ -272,7 +310,9 @@ def write_gguf_draft(path, config, weights, kind=gguf.GGMLQuantizationType.F32):
 
 GGUF_DRAFTS = {
     "v1": draft_config(),
-    "v1 sliding with sinks": draft_config(dict(attention_sink_bias=True), layer_types=[SLIDING, FULL], sliding_window=8),
+    "v1 sliding with sinks": draft_config(
+        dict(attention_sink_bias=True), layer_types=[SLIDING, FULL], sliding_window=8
+    ),
     "v2": draft2_config(),
     "v2 sliding": draft2_config(layer_types=[SLIDING] * 2, sliding_window=8),
 }
@@ -292,7 +332,9 @@ def test_quantized_gguf_draft_is_what_the_gguf_package_reads(tmp_path, kind, mak
     weights = draft_weights(config)
     file = write_gguf_draft(tmp_path / "draft.gguf", config, weights, kind)
     read = {
-        n: gguf.quants.dequantize(gguf.quants.quantize(w, kind), kind) if w.ndim == 2 and w.shape[1] % 32 == 0 and "codebook" not in n else w
+        n: gguf.quants.dequantize(gguf.quants.quantize(w, kind), kind)
+        if w.ndim == 2 and w.shape[1] % 32 == 0 and "codebook" not in n
+        else w
         for n, w in weights.items()
     }
     expected, _ = logits_of(save_draft(tmp_path / "zlab", config, read), config=config)
@@ -331,14 +373,22 @@ def test_relatives_are_refused_by_name(tmp_path, what):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        ("markov_w1.weight", "DSpark"), ("confidence_proj.weight", "DSpark"), ("joint_proj.weight", "DSpark"),
-        ("gate_proj.weight", "DSpark"), ("prefix_gru.weight_ih_l0", "Domino"), ("embed_proj.0.weight", "Domino"),
-        ("layer_fusion_weights", "DFly"), ("hidden_correction.gate_proj.weight", "DFly"),
-        ("layers.0.self_attn.qkv_proj.weight", "Laguna"), ("layers.0.self_attn.g_proj.weight", "Laguna"),
-        ("model.aux_hidden_norms.0.weight", "Laguna"), ("layers.0.self_attn.q_proj.weight_scale_2", "another tool"),
-        ("layers.0.self_attn.q_proj.weight_packed", "another tool"), ("surprise.weight", "not part of a DFlash draft"),
+        ("markov_w1.weight", "DSpark"),
+        ("confidence_proj.weight", "DSpark"),
+        ("joint_proj.weight", "DSpark"),
+        ("gate_proj.weight", "DSpark"),
+        ("prefix_gru.weight_ih_l0", "Domino"),
+        ("embed_proj.0.weight", "Domino"),
+        ("layer_fusion_weights", "DFly"),
+        ("hidden_correction.gate_proj.weight", "DFly"),
+        ("layers.0.self_attn.qkv_proj.weight", "Laguna"),
+        ("layers.0.self_attn.g_proj.weight", "Laguna"),
+        ("model.aux_hidden_norms.0.weight", "Laguna"),
+        ("layers.0.self_attn.q_proj.weight_scale_2", "another tool"),
+        ("layers.0.self_attn.q_proj.weight_packed", "another tool"),
+        ("surprise.weight", "not part of a DFlash draft"),
     ],
-)  # fmt: skip
+)
 def test_tensors_of_relatives_are_refused_by_name(tmp_path, tensor, message):
     config = draft_config()
     weights = draft_weights(config) | {tensor: np.ones((4, 4), np.float32)}
@@ -349,18 +399,28 @@ def test_tensors_of_relatives_are_refused_by_name(tmp_path, tensor, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(dflash=dict(target_layer_ids=None)), "target_layer_ids"), (dict(dflash=dict(mask_token_id=None)), "mask_token_id"),
-        (dict(dflash=dict(mask_token_id=97)), "outside the vocabulary"), (dict(hidden_size=float("nan")), "hidden_size"),
-        (dict(rms_norm_eps=float("nan")), "rms_norm_eps"), (dict(rope_theta=float("nan")), "rope_theta"),
-        (dict(rope_theta="big"), "rope_theta"), (dict(rope_scaling=[4]), "objects"), (dict(num_hidden_layers=True), "num_hidden_layers"),
-        (dict(layer_types="full_attention"), "layer_types"), (dict(is_causal=None, dflash=dict(target_layer_ids=[0, 4])), "reach beyond"),
+        (dict(dflash=dict(target_layer_ids=None)), "target_layer_ids"),
+        (dict(dflash=dict(mask_token_id=None)), "mask_token_id"),
+        (dict(dflash=dict(mask_token_id=97)), "outside the vocabulary"),
+        (dict(hidden_size=float("nan")), "hidden_size"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps"),
+        (dict(rope_theta=float("nan")), "rope_theta"),
+        (dict(rope_theta="big"), "rope_theta"),
+        (dict(rope_scaling=[4]), "objects"),
+        (dict(num_hidden_layers=True), "num_hidden_layers"),
+        (dict(layer_types="full_attention"), "layer_types"),
+        (dict(is_causal=None, dflash=dict(target_layer_ids=[0, 4])), "reach beyond"),
         (dict(dflash=dict(eagle_aux_hidden_state_layer_ids=[0, 2], target_layer_ids=None)), "from 1 on"),
-        (dict(draft_vocab_size=98), "larger than vocab_size"), (dict(draft_vocab_size=50), "no d2t"),
-        (dict(quantization={"bits": 4}), "group_size"), (dict(dflash=dict(use_swa=True)), "swa_window_size"),
-        (dict(layer_types=[SLIDING, FULL], sliding_window=None), None), (dict(attention_bias="yes"), "true or false"),
-        (dict(dflash=dict(block_size=1)), "block_size"), (dict(num_key_value_heads=3), "multiple"),
+        (dict(draft_vocab_size=98), "larger than vocab_size"),
+        (dict(draft_vocab_size=50), "no d2t"),
+        (dict(quantization={"bits": 4}), "group_size"),
+        (dict(dflash=dict(use_swa=True)), "swa_window_size"),
+        (dict(layer_types=[SLIDING, FULL], sliding_window=None), None),
+        (dict(attention_bias="yes"), "true or false"),
+        (dict(dflash=dict(block_size=1)), "block_size"),
+        (dict(num_key_value_heads=3), "multiple"),
     ],
-)  # fmt: skip
+)
 def test_malformed_values_are_named(change, message):
     config = draft_config(**change)
     if message is None:

@@ -63,7 +63,11 @@ def test_a_pause_projects_seldom_and_leaves_the_same_context(tmp_path, variant, 
     features, embed, head = draft_inputs(config, 60)
     drafter = make_drafter(tmp_path, config, weights, embed, head)
     rows, calls, project = mx.array(features[None], mx.float32), [], drafter.draft.project_context
-    monkeypatch.setattr(type(drafter.draft), "project_context", lambda self, some, caches: calls.append(some.shape[1]) or project(some, caches))
+    monkeypatch.setattr(
+        type(drafter.draft),
+        "project_context",
+        lambda self, some, caches: calls.append(some.shape[1]) or project(some, caches),
+    )
     drafter.extend_context(rows[:, :5])
     for length in range(6, 61):
         assert drafter.propose(7, 0).size == 0
@@ -76,7 +80,9 @@ def test_a_pause_projects_seldom_and_leaves_the_same_context(tmp_path, variant, 
                 assert drafter.context_length == back
             drafter.extend_context(rows[:, 27:33])
     assert len(calls) <= 2 + 61 // 16, f"{len(calls)} projections, of {calls} rows"
-    error = np.abs(np.array(drafter.draft_logits(7)) - reference_draft_logits(config, weights, features, 7, embed, head)).max()
+    error = np.abs(
+        np.array(drafter.draft_logits(7)) - reference_draft_logits(config, weights, features, 7, embed, head)
+    ).max()
     assert error <= 1e-5, f"a proposal is off by {error}"
     assert drafter.context_length == {c.offset for c in drafter.caches}.pop() == 60
 

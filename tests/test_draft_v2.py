@@ -29,7 +29,9 @@ OPTIONS = {
     "yarn, not truncated": draft_config(rope_scaling=dict(YARN, truncate=False, beta_fast=16, beta_slow=2)),
     "yarn, both mscales": draft_config(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5)),
     "sinks": draft_config(dict(attention_sink_bias=True)),
-    "sinks sliding": draft_config(dict(attention_sink_bias=True), layer_types=[SLIDING] * 2, sliding_window=8, is_causal=False),
+    "sinks sliding": draft_config(
+        dict(attention_sink_bias=True), layer_types=[SLIDING] * 2, sliding_window=8, is_causal=False
+    ),
     "value scale": draft_config(dict(attention_value_scale=0.7)),
     "logit scale": draft_config(logit_scale=0.3),
     "embedding scale": draft_config(dict(input_embedding_scale=5.0)),

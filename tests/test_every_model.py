@@ -57,7 +57,9 @@ def check_tokens(expected, emissions, sampler):
     """The same tokens, up to a near tie, behind which nothing can be said. Returns whether all were compared."""
     for i, (emission, token) in enumerate(zip(emissions, expected)):
         if emission.token != token:
-            assert is_near_tie(emission.logprobs, i, token, sampler), f"token {i} is {emission.token}, mlx-lm's is {token}"
+            assert is_near_tie(emission.logprobs, i, token, sampler), (
+                f"token {i} is {emission.token}, mlx-lm's is {token}"
+            )
             return False
     assert len(emissions) == len(expected), f"{len(emissions)} tokens, mlx-lm gives {len(expected)}"
     return True
@@ -91,7 +93,9 @@ def check_caches(target, model, prompt, emitted):
     assert target.length == fresh.length == len(tokens)
     for n, (cache, other) in enumerate(zip(rollback.leaves(target.caches), rollback.leaves(fresh.caches), strict=True)):
         ours, theirs = contents(cache), contents(other)
-        assert ours.keys() == theirs.keys(), f"cache {n}, a {type(cache).__name__}, holds {[*ours]}, expected {[*theirs]}"
+        assert ours.keys() == theirs.keys(), (
+            f"cache {n}, a {type(cache).__name__}, holds {[*ours]}, expected {[*theirs]}"
+        )
         for name, array in ours.items():
             wanted = theirs[name]
             if isinstance(cache, ChunkedKVCache):
@@ -101,7 +105,9 @@ def check_caches(target, model, prompt, emitted):
             assert array.shape == wanted.shape, f"cache {n}, {name}: shape {array.shape}, expected {wanted.shape}"
             a, b = np.array(array.astype(mx.float32)), np.array(wanted.astype(mx.float32))
             error, scale = np.abs(a - b).max(initial=0), max(1, np.abs(b).max(initial=0))
-            assert error <= 1e-4 * scale, f"cache {n}, a {type(cache).__name__}, {name}: off by {error:.2g} of {scale:.2g}"
+            assert error <= 1e-4 * scale, (
+                f"cache {n}, a {type(cache).__name__}, {name}: off by {error:.2g} of {scale:.2g}"
+            )
 
 
 def check(model, prompt, expected, sampler, block_size, accepts):
@@ -159,7 +165,9 @@ def test_table_holds_every_type_of_mlx_lm():
     for name in names - set(models.NOT_ON_CPU):
         if hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "Model"):
             found.add(name)
-    assert found == set(models.CPU_TYPES), f"missing {sorted(found - set(models.CPU_TYPES))}, unknown {sorted(set(models.CPU_TYPES) - found)}"
+    assert found == set(models.CPU_TYPES), (
+        f"missing {sorted(found - set(models.CPU_TYPES))}, unknown {sorted(set(models.CPU_TYPES) - found)}"
+    )
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="they may run here")

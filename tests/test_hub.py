@@ -63,11 +63,16 @@ class Handler(BaseHTTPRequestHandler):
         folder = Path(commits[commit])
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
         if path.startswith("api/") and parts[2:3] == ["tree"]:
-            listing = [{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": blob_id(folder / n)} for n in names]
+            listing = [
+                {"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": blob_id(folder / n)}
+                for n in names
+            ]
             return self.reply(200, json.dumps(listing).encode())
         if path.startswith("api/"):
             siblings = [{"rfilename": n} for n in names]
-            return self.reply(200, json.dumps({"id": repo, "modelId": repo, "sha": commit, "siblings": siblings}).encode())
+            return self.reply(
+                200, json.dumps({"id": repo, "modelId": repo, "sha": commit, "siblings": siblings}).encode()
+            )
         if repo in self.server.gated:
             return self.reply(403, b"", {"X-Error-Code": "GatedRepo"})
         file = folder / "/".join(parts[4:])
@@ -125,28 +130,55 @@ def hub(tmp_path_factory):
 
 def load(url, home, names, offline=False):
     """Load drafts in a new process. names: (repository, revision). Returns ("ok", block size) or (error, message) each."""
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(names)], env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=300
-    )  # fmt: skip
+        [sys.executable, "-c", SCRIPT, json.dumps(names)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_downloads_and_errors(hub, tmp_path):
     names = [
-        ("acme/draft", None), ("acme/draft", OTHER_COMMIT), ("acme/files/draft.gguf", None), ("acme/mimo", None),
-        ("acme/target", None), ("acme/absent", None), ("acme/gated", None), ("acme/files", None), ("acme/draft", "nosuch"),
+        ("acme/draft", None),
+        ("acme/draft", OTHER_COMMIT),
+        ("acme/files/draft.gguf", None),
+        ("acme/mimo", None),
+        ("acme/target", None),
+        ("acme/absent", None),
+        ("acme/gated", None),
+        ("acme/files", None),
+        ("acme/draft", "nosuch"),
         ("acme/files/absent.gguf", None),
-    ]  # fmt: skip
+    ]
     found = load(hub.url, tmp_path, names)
     assert found[:4] == [["ok", 6], ["ok", 4], ["ok", 6], ["ok", 6]]
     fetched = set(hub.fetched)
-    assert not [name for name in fetched if name.endswith((".py", ".bin"))], "only configurations and weights are downloaded"
+    assert not [name for name in fetched if name.endswith((".py", ".bin"))], (
+        "only configurations and weights are downloaded"
+    )
     assert "acme/target/model.safetensors" not in fetched and "acme/mimo/model.safetensors" not in fetched
     assert "acme/mimo/dflash/model.safetensors" in fetched
-    messages = ["load it with load", "neither a local folder nor a repository", "is gated: accept its terms", "FILE.gguf", "no such revision", "absent.gguf"]
+    messages = [
+        "load it with load",
+        "neither a local folder nor a repository",
+        "is gated: accept its terms",
+        "FILE.gguf",
+        "no such revision",
+        "absent.gguf",
+    ]
     for (kind, message), expected in zip(found[4:], messages):
         assert kind == "ValueError" and expected in message, message
     # Again, without the hub: from the cache, or a message that says so.

@@ -48,7 +48,12 @@ def test_a_run_leaves_the_target_as_it_was(end):
         raise RuntimeError("a processor failed")
 
     generator = mlx_dflash.stream_generate(
-        model, tokenizer(), PROMPT, max_tokens=9, draft_model=draft, logits_processors=[fail] if end == "failed" else None
+        model,
+        tokenizer(),
+        PROMPT,
+        max_tokens=9,
+        draft_model=draft,
+        logits_processors=[fail] if end == "failed" else None,
     )
     if end == "failed":
         with pytest.raises(RuntimeError, match="a processor failed"):
@@ -76,7 +81,9 @@ def test_taps_are_gone_when_their_scope_ends(failing):
     assert sorted(outputs) == [0, 3]
 
 
-@pytest.mark.parametrize("scope", [shared_rotations, lambda: by_kernels([], Kernels("off"))], ids=["rotations", "kernels"])
+@pytest.mark.parametrize(
+    "scope", [shared_rotations, lambda: by_kernels([], Kernels("off"))], ids=["rotations", "kernels"]
+)
 def test_scopes_of_two_threads_leave_mlx_as_it_was(scope):
     """The second thread comes to its scope while the first is inside, and must not take what it finds there for MLX's."""
     before = mx.fast.rope, mx.fast.scaled_dot_product_attention
@@ -112,14 +119,20 @@ def test_a_target_that_taps_change_by_a_hair_is_refused():
 
 
 def test_a_process_may_end_with_a_run_unfinished():
-    code = "\n".join([
-        "import mlx_dflash.api, mlx.core as mx",
-        "from harness import small_pair",
-        "model, draft = small_pair()",
-        "running = mlx_dflash.api.open_session(model, draft, mx.array([1, 2])).emit(mx.array([1, 2]))",
-        "next(running)",
-    ])  # fmt: skip
-    end = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    code = "\n".join(
+        [
+            "import mlx_dflash.api, mlx.core as mx",
+            "from harness import small_pair",
+            "model, draft = small_pair()",
+            "running = mlx_dflash.api.open_session(model, draft, mx.array([1, 2])).emit(mx.array([1, 2]))",
+            "next(running)",
+        ]
+    )
+    end = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert end.returncode == 0, f"the process ended with {end.returncode}"
 
 

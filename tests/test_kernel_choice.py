@@ -1,4 +1,5 @@
 """Who decides between kernel and twin, and what makes it decide for the twin."""
+
 import subprocess
 import sys
 import time
@@ -87,7 +88,9 @@ def test_shapes_the_kernel_does_not_know_go_to_the_twin(head_size, dtype):
 
 def test_the_first_block_has_no_context_and_no_kernel():
     block = mx.ones((1, 2, 8, 64))
-    out = Kernels("force", run=never).attend_block(mx.ones((1, 4, 8, 64)), (block, block), GrowingKVCache(), Sight(), SCALE)
+    out = Kernels("force", run=never).attend_block(
+        mx.ones((1, 4, 8, 64)), (block, block), GrowingKVCache(), Sight(), SCALE
+    )
     assert mx.allclose(out, mx.ones_like(out))
 
 
@@ -156,7 +159,10 @@ def test_threadgroup_that_is_too_large_is_tried_at_half_its_size(head_size, rows
         kernels = Kernels("auto", record, run=refusing(Emulator(checked=False), 128))
         kernels.prepare(lambda _: kernels.attend_block(q, block, cache, Sight(), SCALE), 2)
         out = kernels.attend_block(q, block, cache, Sight(), SCALE)
-        assert kernels.is_active and mx.abs(out - Kernels("off").attend_block(q, block, cache, Sight(), SCALE)).max() < 1e-5
+        assert (
+            kernels.is_active
+            and mx.abs(out - Kernels("off").attend_block(q, block, cache, Sight(), SCALE)).max() < 1e-5
+        )
 
 
 def test_threadgroup_that_is_too_large_at_half_its_size_gives_way_to_the_twin(monkeypatch):
@@ -181,7 +187,8 @@ def test_guarded_chip_waits_for_the_sustained_check(tmp_path, monkeypatch):
     kernels = Kernels("auto", Record(tmp_path / "kernels.json"), run=never)
     kernels.attend_block(*draft_call(GrowingKVCache(), rows=20), Sight(), SCALE)
     assert [verdict["refused"] for verdict in kernels.verdicts.values()] == [
-        "this chip needs the sustained check: python -m mlx_dflash.metalcheck"]
+        "this chip needs the sustained check: python -m mlx_dflash.metalcheck"
+    ]
 
 
 @needs_emulator

@@ -1,4 +1,5 @@
 """Kernels broken on purpose: the emulator or the result must notice every change."""
+
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +17,7 @@ from mlx_dflash.kernels.matmul import multiply_call
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-PLAIN = Case(mx.bfloat16, 64, (4, 2), 7), 600            # slices of the keys, two splits, rows that end inside a tile
+PLAIN = Case(mx.bfloat16, 64, (4, 2), 7), 600  # slices of the keys, two splits, rows that end inside a tile
 SLICED = Case(mx.float16, 256, (4, 2), 5, Sight(causal=True), has_block=False), 40  # two slices of d, two of the keys
 RING = Case(mx.float16, 128, (4, 2), 2, Sight(window=70, ring=True)), 257
 WINDOW = Case(mx.float32, 128, (4, 2), 9, Sight(window=5)), 30
@@ -24,10 +25,10 @@ SINKS = Case(mx.bfloat16, 64, (4, 2), 7, has_sinks=True, batch=2), 40
 TILE_LOOP = "for (int tile = begin; tile < end; tile += BK)"
 
 ATTENTION = [  # problem, text of attention.metal, what it becomes, which occurrence
-    (PLAIN, BARRIER, "", 0),                             # staged rows are not yet there
-    (PLAIN, BARRIER, "", 2),                             # the next tile overwrites rows still in use
-    (SLICED, BARRIER, "", 1),                            # the partner's scores are not yet there
-    (PLAIN, "else if (j < end)", "else", 0),             # reads past the end
+    (PLAIN, BARRIER, "", 0),  # staged rows are not yet there
+    (PLAIN, BARRIER, "", 2),  # the next tile overwrites rows still in use
+    (SLICED, BARRIER, "", 1),  # the partner's scores are not yet there
+    (PLAIN, "else if (j < end)", "else", 0),  # reads past the end
     (PLAIN, "j >= n && j < end", "j >= n", 0),
     (PLAIN, "j >= n && j < end", "j > n && j < end", 0),
     (PLAIN, "(j - n) * block_keys", "j * block_keys", 0),
@@ -67,7 +68,7 @@ MERGE = [
     (SINKS, "if (SINKS)", "if (false)", 0),
     (SINKS, "int p = 0; p < P", "int p = 1; p < P", 1),
 ]
-FOUR, EIGHT = matmul.CASES[3], matmul.CASES[6]           # 11 rows, 33 features; 9 rows, 72 features
+FOUR, EIGHT = matmul.CASES[3], matmul.CASES[6]  # 11 rows, 33 features; 9 rows, 72 features
 MATMUL = [
     (FOUR, BARRIER, "", 0),
     (FOUR, "min(r * 8 + fn + e, M - 1)", "r * 8 + fn + e", 0),

@@ -1,4 +1,5 @@
 """Whole passes and whole generations with every kernel run by the emulator: the tokens are those of the twins."""
+
 import json
 
 import mlx.core as mx
@@ -87,6 +88,7 @@ def winning(monkeypatch):
         return check(shape, run, (33,), simdgroups)
 
     monkeypatch.setattr(trial, "check_attention", short)
+
     def passing(x_shape, w, run):
         tried.append((x_shape, w.weight.shape))
         return trial.Accuracy(0.0, 0.0, None)

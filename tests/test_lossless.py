@@ -106,7 +106,11 @@ def check_case(family, rng, monkeypatch):
 
     def arguments():
         return dict(
-            seed=seed, stop_tokens=stops, sampler=SAMPLERS[sampler](), logits_processors=PROCESSORS[processors](), **options
+            seed=seed,
+            stop_tokens=stops,
+            sampler=SAMPLERS[sampler](),
+            logits_processors=PROCESSORS[processors](),
+            **options,
         )
 
     case = f"{family}, {sampler}, processors {processors}, V {vocab_size}, block {block_size}, {prompt}, {stops}, {options}"
@@ -118,7 +122,9 @@ def check_case(family, rng, monkeypatch):
         ours = draft_run(model, draft, prompt, **arguments())
     assert_same(ours, plain, case)
     stats = ours.last.stats
-    assert sum(ours.from_draft) == stats.num_accepted, f"{case}: {ours.from_draft}, but {stats.num_accepted} drafts kept"
+    assert sum(ours.from_draft) == stats.num_accepted, (
+        f"{case}: {ours.from_draft}, but {stats.num_accepted} drafts kept"
+    )
     return stats.accepted if block_size == 6 else []
 
 

@@ -1,4 +1,5 @@
 """The quantized matrix product against float64, run by the emulator."""
+
 from dataclasses import replace
 
 import mlx.core as mx
@@ -85,7 +86,7 @@ def test_rows_of_a_longer_array_are_read_in_place():
 def test_shapes_the_kernel_does_not_know_are_refused():
     x, w = problem(CASES[2])
     assert supports(x, w)
-    assert not supports(x[:, :4], w)                      # stock reads a word per row: as good up to 4 rows
+    assert not supports(x[:, :4], w)  # stock reads a word per row: as good up to 4 rows
     assert not supports(mx.concatenate([x, x], axis=1), w)
     assert not supports(x.astype(mx.float32), w)
     assert not supports(x, replace(w, group_size=32))

@@ -59,7 +59,10 @@ def test_a_long_run_keeps_only_its_caches():
     """900 tokens: the text is the target's, and neither memory nor the number of growths grows with the rounds."""
     model = tiny_target(num_hidden_layers=1)
     config = draft_config(
-        dict(target_layer_ids=[0], block_size=16), num_target_layers=1, num_hidden_layers=1, layer_types=["full_attention"]
+        dict(target_layer_ids=[0], block_size=16),
+        num_target_layers=1,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
     )
     watch = Watch(model, [5, 17, 3], [15, 9, 12, 3, 15], num_tokens=900, draft=make_draft(config))
     capacities, memory, text = set(), [], []
@@ -92,4 +95,3 @@ def test_limits_and_the_default_stream_are_as_before_a_run(monkeypatch):
     before = mx.default_stream(mx.default_device()), mx.default_device()
     draft_run(model, draft, [1, 2], max_tokens=6)
     assert (mx.default_stream(mx.default_device()), mx.default_device()) == before
-

@@ -1,4 +1,5 @@
 """The check a Mac owner runs: what it prints, what it calls wrong, and what it remembers."""
+
 import json
 from functools import partial
 
@@ -73,7 +74,7 @@ def test_a_cache_moves_only_if_somebody_holds_it(is_held, monkeypatch):
 
 @needs_emulator
 def test_moved_caches_are_a_sentence_for_a_bug_report(mac, monkeypatch, capsys):
-    monkeypatch.setattr(metalcheck, "moved_caches", lambda kernels: 2.5 * (kernels.mode == 'off'))
+    monkeypatch.setattr(metalcheck, "moved_caches", lambda kernels: 2.5 * (kernels.mode == "off"))
     assert metalcheck.main([]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("Appending to a cache copies it on ")
 
@@ -84,7 +85,9 @@ def test_wrong_kernel_is_a_sentence_for_a_bug_report(mac, monkeypatch, capsys):
     monkeypatch.setattr(metalcheck, "MetalRunner", lambda: lambda call: [1.05 * x for x in emulator(call)])
     assert metalcheck.main([]) == 1
     last = capsys.readouterr().out.splitlines()[-2:]
-    assert all(text.startswith("The kernel for ") and "error is" in text and f"mlx {mx.__version__}" in text for text in last)
+    assert all(
+        text.startswith("The kernel for ") and "error is" in text and f"mlx {mx.__version__}" in text for text in last
+    )
 
 
 @needs_emulator

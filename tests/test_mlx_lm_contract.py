@@ -68,7 +68,9 @@ def test_mlx_lms_samplers_come_from_its_module_and_greedy_is_one_object():
     assert make_sampler(0.7, top_p=0.9).__module__ == make_sampler.__module__ == "mlx_lm.sample_utils"
 
 
-@pytest.mark.parametrize("options", [dict(temp=0.7), dict(temp=1.0, top_p=0.9, top_k=5, min_p=0.05), dict(temp=1.0, xtc_probability=0.5)])
+@pytest.mark.parametrize(
+    "options", [dict(temp=0.7), dict(temp=1.0, top_p=0.9, top_k=5, min_p=0.05), dict(temp=1.0, xtc_probability=0.5)]
+)
 def test_a_sampler_makes_the_same_number_of_draws_for_any_row(options):
     sampler, draws = make_sampler(**options), set()
     for row in (mx.zeros((1, 97)), mx.arange(97).astype(mx.float32)[None] * -3):
@@ -91,16 +93,39 @@ def test_samplers_take_one_row_and_return_one_token():
 
 
 def test_the_signatures_that_we_match():
-    assert parameters(mlx_lm.stream_generate) == ["model", "tokenizer", "prompt", "max_tokens", "draft_model", "stream", "kwargs"]
+    assert parameters(mlx_lm.stream_generate) == [
+        "model",
+        "tokenizer",
+        "prompt",
+        "max_tokens",
+        "draft_model",
+        "stream",
+        "kwargs",
+    ]
     assert parameters(mlx_lm.generate) == ["model", "tokenizer", "prompt", "verbose", "kwargs"]
     options = set(parameters(generate_step)) - {"prompt", "model", "stream", "max_tokens"}
     assert options == {
-        "sampler", "logits_processors", "max_kv_size", "prompt_cache", "prefill_step_size", "kv_bits", "kv_group_size",
-        "quantized_kv_start", "prompt_progress_callback", "input_embeddings",
-    }  # fmt: skip
+        "sampler",
+        "logits_processors",
+        "max_kv_size",
+        "prompt_cache",
+        "prefill_step_size",
+        "kv_bits",
+        "kv_group_size",
+        "quantized_kv_start",
+        "prompt_progress_callback",
+        "input_embeddings",
+    }
     assert parameters(mlx_lm.load) == [
-        "path_or_hf_repo", "tokenizer_config", "model_config", "adapter_path", "lazy", "return_config", "revision", "trust_remote_code",
-    ]  # fmt: skip
+        "path_or_hf_repo",
+        "tokenizer_config",
+        "model_config",
+        "adapter_path",
+        "lazy",
+        "return_config",
+        "revision",
+        "trust_remote_code",
+    ]
 
 
 def test_our_signatures_begin_like_mlx_lms():
@@ -114,9 +139,17 @@ def test_our_signatures_begin_like_mlx_lms():
 
 def test_responses_have_the_fields_that_we_fill():
     assert parameters(GenerationResponse) == [
-        "text", "token", "logprobs", "from_draft", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps",
-        "peak_memory", "finish_reason",
-    ]  # fmt: skip
+        "text",
+        "token",
+        "logprobs",
+        "from_draft",
+        "prompt_tokens",
+        "prompt_tps",
+        "generation_tokens",
+        "generation_tps",
+        "peak_memory",
+        "finish_reason",
+    ]
 
 
 def test_the_generation_stream_is_one_for_each_thread():
@@ -289,7 +322,13 @@ def test_rows_of_quantized_weights_can_be_concatenated():
 
 
 def test_the_small_functions_that_the_draft_borrows():
-    assert parameters(initialize_rope)[:5] == ["dims", "base", "traditional", "scaling_config", "max_position_embeddings"]
+    assert parameters(initialize_rope)[:5] == [
+        "dims",
+        "base",
+        "traditional",
+        "scaling_config",
+        "max_position_embeddings",
+    ]
     x = mx.random.normal((1, 8))
     assert mx.allclose(swiglu(x, 2 * x), nn.silu(x) * 2 * x)
 

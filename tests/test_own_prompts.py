@@ -63,11 +63,17 @@ def test_a_file_that_was_cut_off_is_continued(tmp_path):
 def test_lines_of_ones_own_are_kept(tmp_path):
     (tmp_path / "p.jsonl").write_text('\n{"prompt": "mine", "class": "x"}')
     answers, _ = target_that_says(("one",))
-    assert list(OwnPrompts(byte_tokenizer(chat_template=CHAT_TEMPLATE)).write(tmp_path / "p.jsonl", 2, answers, 0)) == [1, 2]
+    assert list(OwnPrompts(byte_tokenizer(chat_template=CHAT_TEMPLATE)).write(tmp_path / "p.jsonl", 2, answers, 0)) == [
+        1,
+        2,
+    ]
     assert (tmp_path / "p.jsonl").read_text() == '\n{"prompt": "mine", "class": "x"}\n{"prompt": "one"}\n'
 
 
-@pytest.mark.parametrize("content", [b'{"prompt": "a"}\nplain text\n', b'{"prompt": "a"}\nplain text', b'{"prompt": "a"}\n{"prompt": "\xff"}\n'])
+@pytest.mark.parametrize(
+    "content",
+    [b'{"prompt": "a"}\nplain text\n', b'{"prompt": "a"}\nplain text', b'{"prompt": "a"}\n{"prompt": "\xff"}\n'],
+)
 def test_a_file_of_something_else_is_named_and_left(tmp_path, content):
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
@@ -86,10 +92,12 @@ def test_a_target_that_repeats_itself_ends_in_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template"), ("{{ messages[0]['content'] }}!", "does not show where"), ("user: {{ messages[0]['content'] }}", "does not show where"),
+        (None, "no chat template"),
+        ("{{ messages[0]['content'] }}!", "does not show where"),
+        ("user: {{ messages[0]['content'] }}", "does not show where"),
         ("{{ raise_exception('no user') }}", "refuses a user's message: no user"),
     ],
-)  # fmt: skip
+)
 def test_templates_without_a_place_for_the_user_are_refused(template, message):
     with pytest.raises(ValueError, match=message):
         OwnPrompts(byte_tokenizer(chat_template=template))

@@ -101,7 +101,7 @@ def test_auto_gives_the_same_text(tmp_path):
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match='a number or "auto", got \'fast\''):
+    with pytest.raises(ValueError, match="a number or \"auto\", got 'fast'"):
         list(mlx_dflash.stream_generate(tiny_target(), byte_tokenizer(), [1], draft_model=_draft(), block_size="fast"))
 
 

@@ -6,7 +6,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from fixtures import byte_tokenizer, draft_config, draft_weights, plain_tokens, save_draft, save_target, target_config, tiny_target
+from fixtures import (
+    byte_tokenizer,
+    draft_config,
+    draft_weights,
+    plain_tokens,
+    save_draft,
+    save_target,
+    target_config,
+    tiny_target,
+)
 from harness import PROMPT, draft_run, forced_drafter, make_draft, plain_run
 from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import make_sampler
@@ -192,7 +201,11 @@ def test_quantized_targets_give_their_own_text(kind, tied, tmp_path, monkeypatch
 
     def settings(path, module):
         name = path.rpartition(".")[2]
-        if not hasattr(module, "to_quantized") or name in how.get("without", ()) or (how.get("only") and name not in how["only"]):
+        if (
+            not hasattr(module, "to_quantized")
+            or name in how.get("without", ())
+            or (how.get("only") and name not in how["only"])
+        ):
             return False
         return dict(group_size=32, bits=8, mode="affine") if name in how.get("eight", ()) else True
 
@@ -234,7 +247,9 @@ def test_a_half_draft_guesses_like_its_float32_self(bits):
     """Element types of a pair change draft logits by rounding only."""
     model = tiny_target(dtype=mx.bfloat16 if bits is None else mx.float32)
     if bits:
-        nn.quantize(model, group_size=32, bits=bits, class_predicate=lambda p, m: p.endswith(("embed_tokens", "lm_head")))
+        nn.quantize(
+            model, group_size=32, bits=bits, class_predicate=lambda p, m: p.endswith(("embed_tokens", "lm_head"))
+        )
     structure, found = Structure(model), []
     from mlx_dflash.dice import Dice
     from mlx_dflash.draft.drafter import Drafter

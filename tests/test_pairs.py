@@ -40,7 +40,19 @@ def test_every_listed_target_is_found_in_every_quantization(target, form):
     assert find_draft(name) == next(draft for known, draft in PAIRS if known == target)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-1.7B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-14B-4bit", "meta-llama/Llama-3.2-1B", "gpt-oss", "Qwen3", "model", "/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-1.7B",
+        "Qwen/Qwen2.5-7B",
+        "Qwen/Qwen3-14B-4bit",
+        "meta-llama/Llama-3.2-1B",
+        "gpt-oss",
+        "Qwen3",
+        "model",
+        "/",
+    ],
+)
 def test_unknown_targets_have_no_draft(name):
     assert find_draft(name) is None
 

@@ -32,13 +32,25 @@ def test_picture_shows_the_walk():
     assert [len(x) for x in cells(svg, "unread")] == [0, 1, 0]
     refused, said = cells(svg, "refused")[1], cells(svg, "said")
     assert said[1] == refused, "the correction stands below the draft that it replaces"
-    assert said[0] == cells(svg, "anchor")[1] and said[1] == cells(svg, "anchor")[2], "what the target says is the next anchor"
+    assert said[0] == cells(svg, "anchor")[1] and said[1] == cells(svg, "anchor")[2], (
+        "what the target says is the next anchor"
+    )
     texts = [t.text for t in ET.fromstring(svg).iter(f"{NS}text")]
     assert {f"t{i}" for i in (10, 11, 12, 13, 22, 14, 15, 16, 30)} <= set(texts)
-    assert [t for t in texts if re.fullmatch(r"0\.\.\d+", t or "")] == ["0..4", "0..4", "0..4", "0..6", "0..6", "0..10", "0..10"]
+    assert [t for t in texts if re.fullmatch(r"0\.\.\d+", t or "")] == [
+        "0..4",
+        "0..4",
+        "0..4",
+        "0..6",
+        "0..6",
+        "0..10",
+        "0..10",
+    ]
 
 
-@pytest.mark.parametrize("text", ["<|im_end|>", "&", '"', "\x00\x1b", "\n", "  ", "é漢😀", "]]>", "</script>", "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>", "&", '"', "\x00\x1b", "\n", "  ", "é漢😀", "]]>", "</script>", "\ud800"]
+)
 def test_any_token_gives_a_well_formed_picture(text):
     ET.fromstring(draw(WALK, 5, lambda token: text, title=text).encode("utf-8"))
     html = page(WALK, 5, lambda token: text, [text] * 3, title="x")
@@ -48,7 +60,20 @@ def test_any_token_gives_a_well_formed_picture(text):
 
 def test_command_writes_the_pictures(tmp_path, monkeypatch, capsys):
     target, draft = save_pair(tmp_path)
-    flags = ["--model", target, "--draft-model", draft, "-p", "hi", "--rounds", "4", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html"]
+    flags = [
+        "--model",
+        target,
+        "--draft-model",
+        draft,
+        "-p",
+        "hi",
+        "--rounds",
+        "4",
+        "--svg",
+        tmp_path / "a.svg",
+        "--html",
+        tmp_path / "a.html",
+    ]
     monkeypatch.setattr("sys.argv", ["trace", *map(str, flags)])
     main()
     svg = (tmp_path / "a.svg").read_text()

@@ -80,7 +80,9 @@ def test_the_prefill_computes_one_row_of_logits():
     model = tiny_target(vocab_size=vocab_size, num_hidden_layers=1)
     target = Target(model, [0])
     peak = peak_of(lambda: target.prefill(mx.array([7] * length), lambda features: None))
-    assert peak < length * vocab_size * 4 / 4, f"peak {peak / 1e6:.1f} MB; all rows of logits are {length * vocab_size * 4 / 1e6:.0f} MB"
+    assert peak < length * vocab_size * 4 / 4, (
+        f"peak {peak / 1e6:.1f} MB; all rows of logits are {length * vocab_size * 4 / 1e6:.0f} MB"
+    )
 
 
 def test_a_long_prompts_features_are_not_held():
@@ -88,7 +90,11 @@ def test_a_long_prompts_features_are_not_held():
     model = tiny_target(num_hidden_layers=2, hidden_size=256)
     taps = [0, 1] * 8
     config = draft_config(
-        dict(target_layer_ids=taps), hidden_size=256, num_target_layers=2, num_hidden_layers=1, layer_types=["full_attention"]
+        dict(target_layer_ids=taps),
+        hidden_size=256,
+        num_target_layers=2,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
     )
     draft, length, step = make_draft(config), 3000, 100
 
@@ -100,10 +106,14 @@ def test_a_long_prompts_features_are_not_held():
         target.prefill(mx.array([7] * length), drafter.extend_context, step)
 
     peak, features = peak_of(read), length * len(taps) * 256 * 4
-    assert peak < features / 2, f"peak {peak / 1e6:.1f} MB; the features of the whole prompt are {features / 1e6:.1f} MB"
+    assert peak < features / 2, (
+        f"peak {peak / 1e6:.1f} MB; the features of the whole prompt are {features / 1e6:.1f} MB"
+    )
 
 
 def test_the_text_behind_a_long_prompt_is_mlx_lms():
     model, draft = tiny_target("gemma3_text"), make_draft()
     prompt = LONG * 4
-    assert draft_run(model, draft, prompt, max_tokens=10, prefill_step_size=50).tokens == plain_tokens(model, prompt, 10)
+    assert draft_run(model, draft, prompt, max_tokens=10, prefill_step_size=50).tokens == plain_tokens(
+        model, prompt, 10
+    )

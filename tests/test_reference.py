@@ -60,8 +60,14 @@ ROPES = {
     "yarn with mscale, without truncation": (
         {
             "rope_parameters": {
-                **YARN, "factor": 8.0, "rope_theta": 1000.0, "beta_fast": 16, "beta_slow": 2,
-                "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False,
+                **YARN,
+                "factor": 8.0,
+                "rope_theta": 1000.0,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
             },
             "head_dim": 8,
         },
@@ -76,7 +82,9 @@ ROPES = {
     "yarn with attention_factor, without original length": (
         {
             "rope_scaling": {"type": "yarn", "factor": 16.0, "attention_factor": 1.25},
-            "rope_theta": 10000.0, "max_position_embeddings": 2048, "head_dim": 8,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+            "head_dim": 8,
         },
         [1.0, 0.1, 0.0053125, 6.25e-05],
         1.25,
@@ -86,7 +94,7 @@ ROPES = {
         [0.25, 0.025, 0.0025, 0.00025],
         1.0,
     ),
-}  # fmt: skip
+}
 
 
 def logits_of(config, num_context=9, edit=None, **options):
@@ -198,7 +206,9 @@ def test_a_mask_embedding_replaces_the_mask_row():
 
 
 def test_options_inside_dflash_config_win():
-    config = draft_config(dflash={"block_size": 3, "final_logit_softcapping": 2.0}, block_size=9, final_logit_softcapping=9.0)
+    config = draft_config(
+        dflash={"block_size": 3, "final_logit_softcapping": 2.0}, block_size=9, final_logit_softcapping=9.0
+    )
     logits = logits_of(config)
     assert logits.shape == (2, 97)
     assert 1.5 < np.abs(logits).max() < 2

@@ -23,7 +23,19 @@ from mlx_dflash.target import Target
 PROMPT = [1, 2, 3, 4, 5]
 LONG_PROMPT = [(7 * i + i // 10) % 10 for i in range(40)]
 # A type for each kind of cache: rows, windows, chunks, lists, recurrences that run again, states that do not.
-KINDS = ("llama", "gemma3_text", "llama4", "deepseek_v32", "qwen3_5", "mamba2", "lfm2", "falcon_h1", "mamba", "rwkv7", "deepseek_v41")
+KINDS = (
+    "llama",
+    "gemma3_text",
+    "llama4",
+    "deepseek_v32",
+    "qwen3_5",
+    "mamba2",
+    "lfm2",
+    "falcon_h1",
+    "mamba",
+    "rwkv7",
+    "deepseek_v41",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +105,9 @@ def test_caller_sees_the_quantized_caches():
     model = models.build("qwen3", head_dim=32)
     caches = [*make_prompt_cache(model), "the draft's"]
     expected = plain_tokens(model, PROMPT, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
-    tokens_of(session(model, PROMPT, expected, max_tokens=20, caches=caches, quantization=KVQuantization(8, 32, 0)), PROMPT)
+    tokens_of(
+        session(model, PROMPT, expected, max_tokens=20, caches=caches, quantization=KVQuantization(8, 32, 0)), PROMPT
+    )
     assert all(type(c) is QuantizedKVCache and c.offset == 25 for c in caches[:-1]) and caches[-1] == "the draft's"
 
 
@@ -269,9 +283,11 @@ def test_sequences_of_one_target_do_not_meet(model_type):
     running = [
         session(m, p, text, accepts=accepts, max_tokens=30).emit(mx.array(p))
         for m, p, text, accepts in (
-            (model, PROMPT, texts[0], (1, 3)), (model, LONG_PROMPT, texts[1], (4, 0, 2)), (other, PROMPT, texts[2], (5, 2)),
+            (model, PROMPT, texts[0], (1, 3)),
+            (model, LONG_PROMPT, texts[1], (4, 0, 2)),
+            (other, PROMPT, texts[2], (5, 2)),
         )
-    ]  # fmt: skip
+    ]
     assert [[e.token for e in step] for step in zip(*running)] == [list(step) for step in zip(*texts)]
 
 

@@ -29,7 +29,12 @@ def test_shared_rotations_are_the_same_bits(dtype, dims, width):
             assert mx.fast.rope is not STOCK
             for _ in range(2):
                 actual = rotate(x, dims, base=base, scale=scale, offset=offset)
-                assert actual.dtype == expected.dtype and mx.array_equal(actual, expected).item(), (rows, offset, base, scale)
+                assert actual.dtype == expected.dtype and mx.array_equal(actual, expected).item(), (
+                    rows,
+                    offset,
+                    base,
+                    scale,
+                )
 
 
 def test_layers_that_differ_share_nothing():
@@ -42,7 +47,14 @@ def test_layers_that_differ_share_nothing():
 
 
 @pytest.mark.parametrize(
-    "other", [{"traditional": True}, {"offset": mx.array(3)}, {"offset": mx.array([3, 9])}, {"base": None, "freqs": mx.arange(1.0, 5.0)}], ids=str
+    "other",
+    [
+        {"traditional": True},
+        {"offset": mx.array(3)},
+        {"offset": mx.array([3, 9])},
+        {"base": None, "freqs": mx.arange(1.0, 5.0)},
+    ],
+    ids=str,
 )
 def test_rotations_of_other_kinds_are_left_to_mlx(other):
     x = mx.random.normal((2, 2, 4, 8))

@@ -4,7 +4,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fixtures import MASK_ID, draft_config, plain_tokens, tiny_target
-from harness import PROMPT, ROUNDING, Watch, assert_same_caches, draft_run, forced_drafter, fresh_caches, make_draft, plain_run, tokenizer
+from harness import (
+    PROMPT,
+    ROUNDING,
+    Watch,
+    assert_same_caches,
+    draft_run,
+    forced_drafter,
+    fresh_caches,
+    make_draft,
+    plain_run,
+    tokenizer,
+)
 
 import mlx_dflash
 from mlx_dflash.dice import Dice
@@ -30,7 +41,9 @@ def finish(watch):
 @pytest.mark.parametrize("block_size", [2, 3, 6, 16])
 def test_the_target_cache_is_a_fresh_pass_for_any_accept_counts(block_size, length):
     accepts = np.random.RandomState(block_size).permutation(block_size).tolist()
-    watch = Watch(tiny_target(), PROMPTS[length], accepts, num_tokens=sum(accepts) + block_size + 3, num_drafts=block_size - 1)
+    watch = Watch(
+        tiny_target(), PROMPTS[length], accepts, num_tokens=sum(accepts) + block_size + 3, num_drafts=block_size - 1
+    )
     text = finish(watch)
     assert text == watch.text[: len(text)]
     expected, _ = fresh_caches(watch.model, watch.prompt + text[:-1])
@@ -135,7 +148,9 @@ def test_exactly_max_tokens_are_given(block_size, monkeypatch):
     for max_tokens in lengths:
         cache = mlx_dflash.make_prompt_cache(model, draft)
         ours = draft_run(model, draft, PROMPT, max_tokens=max_tokens, block_size=block_size, prompt_cache=cache)
-        assert ours.tokens == text[:max_tokens], f"max_tokens {max_tokens}: {ours.tokens} instead of {text[:max_tokens]}"
+        assert ours.tokens == text[:max_tokens], (
+            f"max_tokens {max_tokens}: {ours.tokens} instead of {text[:max_tokens]}"
+        )
         assert ours.finish_reason == "length"
         covered = {c.offset for c in cache}
         assert covered == {len(PROMPT) + max_tokens}, f"max_tokens {max_tokens}: caches cover {covered}"
@@ -184,7 +199,9 @@ def test_without_a_limit_the_text_goes_on():
 def test_arguments_without_sense_are_refused_before_anything_is_computed(change, message):
     model, draft = tiny_target(), make_draft()
     with pytest.raises(ValueError, match=message):
-        mlx_dflash.stream_generate(model, tokenizer(), draft_model=draft, **{"prompt": PROMPT, "max_tokens": 5, **change})
+        mlx_dflash.stream_generate(
+            model, tokenizer(), draft_model=draft, **{"prompt": PROMPT, "max_tokens": 5, **change}
+        )
 
 
 def test_no_position_beyond_the_context_limit_is_computed(monkeypatch):

@@ -23,7 +23,10 @@ def context_free_run(**options):
     model = context_free_target(PROBABILITIES)
     del model.model.layers[2:]
     dflash = dict(mask_token_id=5, target_layer_ids=[0, 1])
-    draft = make_draft(draft_config(dflash, vocab_size=6, num_target_layers=2, num_hidden_layers=1, layer_types=["full_attention"]), seed=SEED)
+    draft = make_draft(
+        draft_config(dflash, vocab_size=6, num_target_layers=2, num_hidden_layers=1, layer_types=["full_attention"]),
+        seed=SEED,
+    )
     return draft_run(model, draft, [1, 2], seed=11, max_tokens=NUM_TOKENS, sampler=make_sampler(**options))
 
 
@@ -57,12 +60,17 @@ def test_neighbouring_tokens_are_independent():
     assert distance < 37.7, f"chi-square {distance:.1f}; 37.7 is the 99.9% point for 15 degrees of freedom"
 
 
-@pytest.mark.parametrize("options", [dict(temp=0.7, top_k=1), dict(temp=0.7, top_p=1e-6), dict(temp=0.7, min_p=1.0), dict(temp=0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(temp=0.7, top_k=1), dict(temp=0.7, top_p=1e-6), dict(temp=0.7, min_p=1.0), dict(temp=0)], ids=str
+)
 def test_settings_that_leave_one_token_are_greedy(options):
     model, draft = tiny_target(), make_draft()
     expected = plain_tokens(model, PROMPT, 20)
     for seed in (1, 2):
-        assert draft_run(model, draft, PROMPT, seed=seed, max_tokens=20, sampler=make_sampler(**options)).tokens == expected
+        assert (
+            draft_run(model, draft, PROMPT, seed=seed, max_tokens=20, sampler=make_sampler(**options)).tokens
+            == expected
+        )
 
 
 def test_a_logit_bias_counts():
@@ -121,7 +129,9 @@ def test_a_nearly_greedy_sampler_keeps_as_many_drafts_as_greedy(monkeypatch):
     lengths = []
     for temperature in (0.0, 0.01):
         monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, plain_tokens(model, PROMPT, 30), [5]))
-        lengths.append(draft_run(model, draft, PROMPT, max_tokens=30, sampler=make_sampler(temperature)).last.stats.accepted)
+        lengths.append(
+            draft_run(model, draft, PROMPT, max_tokens=30, sampler=make_sampler(temperature)).last.stats.accepted
+        )
     assert lengths[0] == lengths[1]
 
 

@@ -37,7 +37,9 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def tool_client(tmp_path_factory):
-    pair = save_pair(tmp_path_factory.mktemp("tools"), TOOL_TEMPLATE, ["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    pair = save_pair(
+        tmp_path_factory.mktemp("tools"), TOOL_TEMPLATE, ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    )
     with our_server(pair) as (client, _):
         yield client
 
@@ -45,7 +47,11 @@ def tool_client(tmp_path_factory):
 def chat(client, text="hello", **options):
     options = {"max_tokens": 24, **options}
     messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
-    extra = {name: options.pop(name) for name in ("top_k", "min_p", "repetition_penalty", "num_draft_tokens") if name in options}
+    extra = {
+        name: options.pop(name)
+        for name in ("top_k", "min_p", "repetition_penalty", "num_draft_tokens")
+        if name in options
+    }
     return client.chat.completions.create(model="default_model", messages=messages, extra_body=extra, **options)
 
 
@@ -82,7 +88,9 @@ def test_answers_are_those_of_mlx_lm_server(client, pair):
             assert ours.choices[0].message.content == theirs.choices[0].message.content, mode
             assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason, mode
             assert ours.usage.completion_tokens == theirs.usage.completion_tokens, mode
-        ours, theirs = (c.completions.create(model="default_model", prompt="abc", max_tokens=9, seed=1) for c in (client, reference))
+        ours, theirs = (
+            c.completions.create(model="default_model", prompt="abc", max_tokens=9, seed=1) for c in (client, reference)
+        )
         assert ours.choices[0].text == theirs.choices[0].text
 
 
@@ -91,7 +99,9 @@ def test_stream_is_the_whole_in_pieces(client, mode):
     whole = chat(client, **mode)
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}, **mode))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [whole.choices[0].finish_reason]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        whole.choices[0].finish_reason
+    ]
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens and chunks[-1].choices == []
     assert {c.id for c in chunks} == {chunks[0].id}
 
@@ -99,7 +109,10 @@ def test_stream_is_the_whole_in_pieces(client, mode):
 def test_second_turn_reads_only_what_is_new(client):
     messages = [{"role": "user", "content": "remember this long message"}]
     first = chat(client, messages)
-    messages += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and?"}]
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "and?"},
+    ]
     second = chat(client, messages)
     cached = second.usage.prompt_tokens_details.cached_tokens
     # An answer that the length cut has no end-of-turn token.
@@ -120,19 +133,30 @@ def test_usage_tells_what_drafting_did(client):
 def test_logprobs_name_the_tokens(client):
     choice = chat(client, logprobs=True, top_logprobs=3, temperature=0.3, seed=1).choices[0]
     content = choice.logprobs.content
-    assert b"".join(bytes(t.bytes) for t in content if t.bytes).decode() == "".join(c for c in choice.message.content if c != "\ufffd")
+    assert b"".join(bytes(t.bytes) for t in content if t.bytes).decode() == "".join(
+        c for c in choice.message.content if c != "\ufffd"
+    )
     assert all(len(t.top_logprobs) == 3 and t.logprob <= t.top_logprobs[0].logprob <= 0 for t in content)
     chunks = chat(client, logprobs=True, top_logprobs=3, temperature=0.3, seed=1, stream=True)
-    assert [t.logprob for c in chunks for t in c.choices[0].logprobs.content] == pytest.approx([t.logprob for t in content], abs=1e-3)
+    assert [t.logprob for c in chunks for t in c.choices[0].logprobs.content] == pytest.approx(
+        [t.logprob for t in content], abs=1e-3
+    )
     old = client.completions.create(model="default_model", prompt="abc", max_tokens=5, logprobs=2).choices[0]
     assert "".join(old.logprobs.tokens) == old.text and len(old.logprobs.token_logprobs) == 5
     assert old.logprobs.text_offset == [0, 1, 2, 3, 4]
 
 
 def test_tool_calls_and_reasoning(tool_client):
-    call = r'start: <think> "hm" </think> "ok" <tool_call> "{\"name\": \"add\", \"arguments\": {\"a\": 1}}" </tool_call>'
+    call = (
+        r'start: <think> "hm" </think> "ok" <tool_call> "{\"name\": \"add\", \"arguments\": {\"a\": 1}}" </tool_call>'
+    )
     grammar = {"response_format": {"type": "lark", "lark": call}}
-    body = {"model": "default_model", "messages": [{"role": "user", "content": "1+1"}], "tools": TOOLS, "max_tokens": 120}
+    body = {
+        "model": "default_model",
+        "messages": [{"role": "user", "content": "1+1"}],
+        "tools": TOOLS,
+        "max_tokens": 120,
+    }
     whole = tool_client.chat.completions.create(**body, extra_body=grammar).choices[0]
     assert whole.finish_reason == "tool_calls" and whole.message.content == "ok" and whole.message.reasoning == "hm"
     function = whole.message.tool_calls[0].function

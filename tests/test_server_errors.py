@@ -18,8 +18,16 @@ WRONG = [
     ({"messages": "hi"}, "messages", 400),
     ({"messages": ["hi"]}, "messages[0]", 400),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", 400),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, "messages[0].content", 400),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages[0].tool_calls", 400),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        "messages[0].content",
+        400,
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "messages[0].tool_calls",
+        400,
+    ),
     ({"max_tokens": 0}, "max_tokens", 400),
     ({"max_tokens": True}, "max_tokens", 400),
     ({"max_tokens": 10**9}, "max_tokens", 400),
@@ -45,7 +53,11 @@ WRONG = [
     ({"draft_model": "other"}, "draft_model", 404),
     ({"adapters": "other"}, "adapters", 400),
     ({"response_format": {"type": "xml"}}, "response_format", 400),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "response_format", 400),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        "response_format",
+        400,
+    ),
     ({"response_format": {"type": "lark", "lark": "start: ("}}, "response_format", 400),
     ({"chat_template_kwargs": {"tokenize": False}}, "messages", 400),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", 400),
@@ -103,7 +115,19 @@ def test_a_thousand_malformed_requests_leave_the_server_well(served):
     client, generator = served
     dice = random.Random(0)
     odd = [None, True, -1, 10**30, 1.5, "", "x", [], [None], {}, {"a": [1]}, "\ud800", float("inf")]
-    fields = ["messages", "max_tokens", "temperature", "stop", "seed", "tools", "logit_bias", "response_format", "stream_options", "zzz", "model"]
+    fields = [
+        "messages",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "seed",
+        "tools",
+        "logit_bias",
+        "response_format",
+        "stream_options",
+        "zzz",
+        "model",
+    ]
     statuses = []
     for i in range(1000):
         body = {**GOOD, **{dice.choice(fields): dice.choice(odd) for _ in range(dice.randint(1, 3))}, "n": 2}
@@ -113,7 +137,11 @@ def test_a_thousand_malformed_requests_leave_the_server_well(served):
             text = text[:at] + bytes([dice.randrange(256)]) * dice.randint(1, 3) + text[at + dice.randint(0, 5) :]
         status, parsed = post(client, text)
         statuses.append(status)
-        assert 400 <= status < 500 and set(parsed["error"]) == {"message", "type", "param", "code"}, (text, status, parsed)
+        assert 400 <= status < 500 and set(parsed["error"]) == {"message", "type", "param", "code"}, (
+            text,
+            status,
+            parsed,
+        )
     assert generator.is_healthy and generator.num_waiting == 0
     assert_still_good(client)
 

@@ -28,12 +28,20 @@ def grammars(tokenizer):
 def write(target, tokenizer, draft, processor, seed=0, temp=1.0, max_tokens=200):
     mx.random.seed(seed)
     return generate(
-        target, tokenizer, "write: ", max_tokens=max_tokens, draft_model=draft, sampler=make_sampler(temp), logits_processors=[processor]
+        target,
+        tokenizer,
+        "write: ",
+        max_tokens=max_tokens,
+        draft_model=draft,
+        sampler=make_sampler(temp),
+        logits_processors=[processor],
     )
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 1000), temp=st.sampled_from([0.0, 0.5, 1.0]), kind=st.sampled_from(["schema", "regex", "lark"]))
+@given(
+    seed=st.integers(0, 1000), temp=st.sampled_from([0.0, 0.5, 1.0]), kind=st.sampled_from(["schema", "regex", "lark"])
+)
 def test_text_keeps_to_the_grammar_and_drafting_changes_nothing(target, tokenizer, draft, grammars, seed, temp, kind):
     schema = {"type": "array", "items": {"enum": [6, 66, True, "6[6"]}, "minItems": 2, "maxItems": 4}
     make = {
@@ -72,7 +80,9 @@ def test_grammar_waits_for_the_end_of_the_reasoning(grammars):
     assert processor(mx.array(tokens), logits)[0].tolist().count(0) == 1
 
 
-@pytest.mark.parametrize("kind, text", [("regex", "("), ("lark", "start: ("), ("json_schema", '{"type": "nonsense"}'), ("json_schema", "{")])
+@pytest.mark.parametrize(
+    "kind, text", [("regex", "("), ("lark", "start: ("), ("json_schema", '{"type": "nonsense"}'), ("json_schema", "{")]
+)
 def test_wrong_grammars_are_refused(grammars, kind, text):
     with pytest.raises(ValueError):
         getattr(grammars, kind)(text)
@@ -84,7 +94,19 @@ def test_schema_on_the_command_line(tmp_path, monkeypatch, capsys):
     target, draft = save_pair(tmp_path)
     (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [6, 66]}, "minItems": 2, "maxItems": 3}')
     for schema in (tmp_path / "schema.json", (tmp_path / "schema.json").read_text()):
-        flags = ["--model", target, "--draft-model", draft, "-p", "hi", "--temp", "1", "--compare", "--json-schema", schema]
+        flags = [
+            "--model",
+            target,
+            "--draft-model",
+            draft,
+            "-p",
+            "hi",
+            "--temp",
+            "1",
+            "--compare",
+            "--json-schema",
+            schema,
+        ]
         monkeypatch.setattr("sys.argv", ["generate", *map(str, flags)])
         with pytest.raises(SystemExit) as end:
             cli.main()

@@ -50,7 +50,9 @@ def recite(pair, said, monkeypatch, block_size=6, draft=True, tokenizer=None, ac
         options |= dict(draft_model=draft_model, block_size=block_size)
     tokenizer = tokenizer or byte_tokenizer()
     return list(
-        mlx_dflash.stream_generate(model, tokenizer, PROMPT, logits_processors=[Reciting(said)], **{"max_tokens": 60, **options})
+        mlx_dflash.stream_generate(
+            model, tokenizer, PROMPT, logits_processors=[Reciting(said)], **{"max_tokens": 60, **options}
+        )
     )
 
 
@@ -156,7 +158,11 @@ def test_prompts_are_encoded_as_mlx_lm_does(pair, options, prompt, ids, monkeypa
     assert encode(tokenizer, prompt).tolist() == ids
     list(mlx_lm.stream_generate(pair[0], tokenizer, prompt, max_tokens=1, logits_processors=[spy]))
     assert seen[0] == ids, "mlx-lm reads this prompt otherwise"
-    list(mlx_dflash.stream_generate(pair[0], tokenizer, prompt, max_tokens=1, draft_model=pair[1], logits_processors=[spy]))
+    list(
+        mlx_dflash.stream_generate(
+            pair[0], tokenizer, prompt, max_tokens=1, draft_model=pair[1], logits_processors=[spy]
+        )
+    )
     assert seen[-1] == ids
 
 

@@ -93,7 +93,17 @@ def test_options_that_would_do_nothing_are_refused(place, tmp_path, capsys, monk
 
 def test_interrupted_data_ends_with_the_status_of_ctrl_c_and_is_continued(place, tmp_path, monkeypatch, capsys):
     out, append = tmp_path / "data.jsonl", CorpusWriter.append
-    command = ["data", "--model", str(place / "target"), "--prompts", str(place / "prompts.txt"), "--out", str(out), "--max-tokens", "4"]
+    command = [
+        "data",
+        "--model",
+        str(place / "target"),
+        "--prompts",
+        str(place / "prompts.txt"),
+        "--out",
+        str(out),
+        "--max-tokens",
+        "4",
+    ]
 
     def stopped(self, sample):
         if len(self.sources) == 3:
@@ -221,7 +231,10 @@ def test_the_mask_token_is_one_that_no_answer_holds_or_the_rarest():
     assert frequent(np.array([5, 1, 9, 0, 7]), 3, [3]).tolist() == [2, 3, 4]
 
 
-@pytest.mark.parametrize("changes", [{"rope_theta": 5000000}, {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5000000}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_theta": 5000000}, {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5000000}}],
+)
 def test_a_new_draft_turns_as_its_target_does(changes):
     model = build_target(target_config("qwen3", **changes))
     assert draft_config(Structure(model), model.args, SIZES["tiny"], 1)["rope_theta"] == 5e6
@@ -264,7 +277,15 @@ def test_two_processes_do_not_write_in_one_place(place, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     with open_alone(tmp_path / "run" / "lock"), open_alone(tmp_path / "data.jsonl"):
         assert "written by another process" in fit_refused(capsys, place, tmp_path / "run")
-        command = ["data", "--model", place / "target", "--prompts", place / "prompts.txt", "--out", tmp_path / "data.jsonl"]
+        command = [
+            "data",
+            "--model",
+            place / "target",
+            "--prompts",
+            place / "prompts.txt",
+            "--out",
+            tmp_path / "data.jsonl",
+        ]
         assert "written by another process" in refused(capsys, *command)
 
 
@@ -283,7 +304,9 @@ def test_a_draft_that_was_just_being_replaced_is_brought_back(place, tmp_path):
 
 def test_without_measurements_no_draft_is_called_the_best(place, tmp_path, capsys):
     fit(place, tmp_path / "run", steps=2, valid_count=0)
-    assert {p.name for p in (tmp_path / "run").iterdir()} >= {"last", "checkpoint"} and not (tmp_path / "run" / "best").exists()
+    assert {p.name for p in (tmp_path / "run").iterdir()} >= {"last", "checkpoint"} and not (
+        tmp_path / "run" / "best"
+    ).exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"drafts: {tmp_path / 'run' / 'last'}"
 
 

@@ -71,7 +71,9 @@ def test_gradient_equals_a_difference_quotient_of_the_reference(structure, chang
     config = draft_config(**changes)
     draft, lesson = make_draft(config), make_lesson(structure)
     decay, soft = 2.0, 0.3
-    trainer = Trainer(draft, head_of(structure), Recipe(1, anchors=4, checkpointed=checkpointed), Weighting(decay, soft))
+    trainer = Trainer(
+        draft, head_of(structure), Recipe(1, anchors=4, checkpointed=checkpointed), Weighting(decay, soft)
+    )
     anchors = trainer.anchors(0, 0, lesson)
     slots = mx.array(Weighting(decay, soft).slots(5))
     weights = slot_weights(lesson, anchors, trainer.head.columns, slots)
@@ -92,13 +94,22 @@ def test_gradient_equals_a_difference_quotient_of_the_reference(structure, chang
             moved[name][at] += sign * step
             sides.append(reference_loss(config, moved, lesson, places, tables, decay, soft))
         slope = (sides[0] - sides[1]) / (2 * step)
-        assert abs(gradients[name][at] - slope) <= 1e-4 + 1e-3 * abs(slope), f"{name}{at}: {gradients[name][at]} against {slope}"
+        assert abs(gradients[name][at] - slope) <= 1e-4 + 1e-3 * abs(slope), (
+            f"{name}{at}: {gradients[name][at]} against {slope}"
+        )
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"is_causal": True}, SLIDING, {"is_causal": False, **SLIDING}, {"final_logit_softcapping": 2.0}, {"attention_value_scale": 0.5}],
+    [
+        {},
+        {"is_causal": True},
+        SLIDING,
+        {"is_causal": False, **SLIDING},
+        {"final_logit_softcapping": 2.0},
+        {"attention_value_scale": 0.5},
+    ],
     ids=["full", "causal", "sliding", "sliding both ways", "softcap", "value scale"],
 )
 def test_training_pass_equals_inference_block_by_block(structure, changes, checkpointed):
@@ -177,7 +188,11 @@ def test_loss_over_some_columns_counts_the_known_part_of_the_soft_targets(struct
             if token not in place_of:
                 continue
             logp = row - np.log(np.exp(row).sum())
-            known = [(place_of[t], x) for t, x in zip(lesson.top_ids[a + k].tolist(), lesson.top_logits[a + k].tolist()) if t in place_of]
+            known = [
+                (place_of[t], x)
+                for t, x in zip(lesson.top_ids[a + k].tolist(), lesson.top_logits[a + k].tolist())
+                if t in place_of
+            ]
             hard, soft = -logp[place_of[token]], 0.4 if known else 0.0
             chances = np.exp([x for _, x in known])
             likely = -(chances / chances.sum() * logp[[c for c, _ in known]]).sum() if known else 0.0
@@ -185,7 +200,16 @@ def test_loss_over_some_columns_counts_the_known_part_of_the_soft_targets(struct
     assert abs(got - wanted) <= 1e-4, f"{got} against {wanted}"
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 1, "anchors": 0}, {"steps": 1, "learning_rate": 0.0}, {"steps": 1, "warmup": -1}, {"steps": 4, "warmup": 4}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"steps": 1, "anchors": 0},
+        {"steps": 1, "learning_rate": 0.0},
+        {"steps": 1, "warmup": -1},
+        {"steps": 4, "warmup": 4},
+    ],
+)
 def test_senseless_recipes_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
         Recipe(**wrong)
@@ -193,7 +217,9 @@ def test_senseless_recipes_are_refused(wrong):
 
 def test_two_machines_with_the_same_lessons_make_the_update_of_one(structure, monkeypatch):
     def trained(group):
-        trainer = Trainer(make_draft(draft_config()), head_of(structure), Recipe(3, anchors=4, warmup=0, clip=1e9), Weighting(), group)
+        trainer = Trainer(
+            make_draft(draft_config()), head_of(structure), Recipe(3, anchors=4, warmup=0, clip=1e9), Weighting(), group
+        )
         losses = [trainer.step(i, [make_lesson(structure, 0), make_lesson(structure, 1)]) for i in range(3)]
         return losses, trainer.state()  # with the optimizer's moments, which tell the size of the gradients
 

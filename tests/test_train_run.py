@@ -23,6 +23,7 @@ from mlx_dflash.train.features import LessonStore, Teacher
 from mlx_dflash.train.replay import replay
 from mlx_dflash.train.trainer import Trainer
 
+
 def test_greedy_answers_are_the_targets_own_and_the_others_are_sampled(place):
     samples = list(read_corpus(place / "data.jsonl"))
     assert sorted(s.source for s in samples) == list(range(len(WORDS)))
@@ -69,7 +70,19 @@ def test_text_is_taken_as_it_is(place, tmp_path):
     source.mkdir()
     (source / "a.py").write_text("def f(x):\n    return x\n" * 3)
     (source / "b.bin").write_bytes(b"\xff\xfe\x00")
-    main(["data", "--model", str(place / "target"), "--text", str(source), "--out", str(tmp_path / "text.jsonl"), "--max-length", "40"])
+    main(
+        [
+            "data",
+            "--model",
+            str(place / "target"),
+            "--text",
+            str(source),
+            "--out",
+            str(tmp_path / "text.jsonl"),
+            "--max-length",
+            "40",
+        ]
+    )
     samples = list(read_corpus(tmp_path / "text.jsonl"))
     joined = "".join(bytes(s.tokens).decode() for s in samples)
     assert joined == (source / "a.py").read_text() and all(len(s.tokens) <= 40 for s in samples)
@@ -112,7 +125,9 @@ def test_resumed_run_equals_the_run_that_was_not_stopped(place, tmp_path, monkey
         fit(place, tmp_path / "parts")
     monkeypatch.setattr(Trainer, "step", step)
     made = []
-    monkeypatch.setattr(Trainer, "step", lambda self, number, lessons: (made.append(number), step(self, number, lessons))[1])
+    monkeypatch.setattr(
+        Trainer, "step", lambda self, number, lessons: (made.append(number), step(self, number, lessons))[1]
+    )
     fit(place, tmp_path / "parts")
     assert made == [8, 9, 10, 11], f"made the updates {made} again; the last checkpoint was after 8"
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
@@ -124,7 +139,9 @@ def test_resumed_run_equals_the_run_that_was_not_stopped(place, tmp_path, monkey
 
 def test_killed_run_loses_at_most_what_came_after_the_last_checkpoint(place, tmp_path):
     arguments = fit_arguments(place, tmp_path / "run", steps=4000, save_every=5, valid_every=4000)
-    process = subprocess.Popen([sys.executable, "-m", "mlx_dflash.train", *arguments], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_dflash.train", *arguments], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL
+    )
     counters = tmp_path / "run" / "checkpoint" / "counters.json"
 
     def saved():
@@ -141,7 +158,11 @@ def test_killed_run_loses_at_most_what_came_after_the_last_checkpoint(place, tmp
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    logged = [line["step"] for line in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines()) if "loss" in line]
+    logged = [
+        line["step"]
+        for line in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]
     from mlx_dflash.train.run import RunFolder
 
     run = RunFolder(tmp_path / "run", json.loads((tmp_path / "run" / "run.json").read_text()))
@@ -157,19 +178,42 @@ def test_overfitting_one_text_reaches_full_acceptance(place, tmp_path, capsys):
     writer.append(sample)
     writer.close()
     fit(
-        place, tmp_path / "run", data=text, valid_count=0, steps=150, valid_every=150, save_every=150, batch_size=1, anchors=32,
-        learning_rate=0.003, soft=0, save_dtype="float32",
-    )  # fmt: skip
+        place,
+        tmp_path / "run",
+        data=text,
+        valid_count=0,
+        steps=150,
+        valid_every=150,
+        save_every=150,
+        batch_size=1,
+        anchors=32,
+        learning_rate=0.003,
+        soft=0,
+        save_dtype="float32",
+    )
     model, tokenizer = load(str(place / "target"))
     draft = load_draft(str(tmp_path / "run" / "last"))
-    responses = list(stream_generate(model, tokenizer, sample.tokens[: sample.prompt_length], draft_model=draft, max_tokens=24))
+    responses = list(
+        stream_generate(model, tokenizer, sample.tokens[: sample.prompt_length], draft_model=draft, max_tokens=24)
+    )
     assert [r.token for r in responses] == sample.tokens[sample.prompt_length :]
     stats = responses[-1].stats
     assert stats.num_accepted == stats.num_drafted, f"{stats.num_accepted} of {stats.num_drafted} drafts kept"
 
 
 def test_replayed_rounds_are_those_of_a_session(place, tmp_path):
-    fit(place, tmp_path / "run", save_dtype="float32", steps=120, valid_every=120, save_every=120, valid_count=0, learning_rate=0.003, soft=0, anchors=32)
+    fit(
+        place,
+        tmp_path / "run",
+        save_dtype="float32",
+        steps=120,
+        valid_every=120,
+        save_every=120,
+        valid_count=0,
+        learning_rate=0.003,
+        soft=0,
+        anchors=32,
+    )
     model, tokenizer = load(str(place / "target"))
     draft = load_draft(str(tmp_path / "run" / "last"))
     structure = Structure(model)
@@ -178,7 +222,9 @@ def test_replayed_rounds_are_those_of_a_session(place, tmp_path):
     for sample in [s for s in read_corpus(place / "data.jsonl") if s.is_greedy]:
         lesson = teacher.lesson(sample)
         replayed = replay(draft, structure, [lesson], 24)
-        *_, last = stream_generate(model, tokenizer, sample.tokens[: sample.prompt_length], draft_model=draft, max_tokens=24)
+        *_, last = stream_generate(
+            model, tokenizer, sample.tokens[: sample.prompt_length], draft_model=draft, max_tokens=24
+        )
         assert (replayed.accepted, replayed.num_drafted) == (last.stats.accepted, last.stats.num_drafted)
         kept += replayed.num_accepted
     assert kept > 20, f"{kept} drafts kept, too few to tell the two apart"
@@ -213,7 +259,15 @@ def test_lessons_made_anew_teach_the_same_as_lessons_on_disk(place, tmp_path):
 
 
 def test_checkpointed_gradients_and_a_smaller_loss_vocabulary_train_too(place, tmp_path):
-    main([*fit_arguments(place, tmp_path / "run", loss_vocab=120, block_size=5), "--grad-checkpoint", "--block-sizes", "5", "3"])
+    main(
+        [
+            *fit_arguments(place, tmp_path / "run", loss_vocab=120, block_size=5),
+            "--grad-checkpoint",
+            "--block-sizes",
+            "5",
+            "3",
+        ]
+    )
     numbers = [loss for _, loss in losses(tmp_path / "run")]
     assert numbers[-1] < numbers[0], numbers
 
@@ -280,7 +334,10 @@ HEADER = json.dumps({"format": FORMAT, "vocab_size": 258})
     "text, message",
     [
         ('{"tokens": [1]}\n', "line 1 must say"),
-        (HEADER + '\n{"tokens": [1, 2], "prompt_length": 1}\n{"tokens": [1, 300], "prompt_length": 1}\n', "line 3: tokens reach from 1 to 300"),
+        (
+            HEADER + '\n{"tokens": [1, 2], "prompt_length": 1}\n{"tokens": [1, 300], "prompt_length": 1}\n',
+            "line 3: tokens reach from 1 to 300",
+        ),
         (HEADER + '\n{"tokens": [1, 2], "prompt_length": 3}\n', "line 2: prompt_length must be 1 to 2"),
         (HEADER + '\n{"tokens": "ab", "prompt_length": 1}\n', "line 2: tokens must be a list"),
         (HEADER + '\n{"tokens": [1, 2], "prompt_length": 1, "colour": 3}\n', "line 2: .*colour"),
@@ -346,8 +403,24 @@ def test_eval_tells_what_each_draft_is_worth(place, tmp_path, capsys):
     fit(place, tmp_path / "run")
     capsys.readouterr()
     drafts = [str(tmp_path / "run" / name) for name in ("best", "last")]
-    main(["eval", "--model", str(place / "target"), "--draft-model", *drafts, "--prompts", str(place / "prompts.txt"), "--max-tokens", "12",
-          "--num-prompts", "4", "--compare", "--plot", str(tmp_path / "plot.png")])  # fmt: skip
+    main(
+        [
+            "eval",
+            "--model",
+            str(place / "target"),
+            "--draft-model",
+            *drafts,
+            "--prompts",
+            str(place / "prompts.txt"),
+            "--max-tokens",
+            "12",
+            "--num-prompts",
+            "4",
+            "--compare",
+            "--plot",
+            str(tmp_path / "plot.png"),
+        ]
+    )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["all"]["best"]["identical"] == report["all"]["best"]["runs"] == 4
     histogram, kept = (report["all"]["last"][key] for key in ("histogram", "kept_by_slot"))

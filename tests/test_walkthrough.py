@@ -44,7 +44,12 @@ def walk(monkeypatch):
         return hidden
 
     monkeypatch.setattr(DraftModel, "__call__", draft_pass)
-    wrap(watch.target, "verify", lambda anchor, drafts: ("verify", dict(block=[int(anchor), *drafts.tolist()])), "verified")
+    wrap(
+        watch.target,
+        "verify",
+        lambda anchor, drafts: ("verify", dict(block=[int(anchor), *drafts.tolist()])),
+        "verified",
+    )
     wrap(watch.target, "commit", after="committed")
     wrap(watch.drafter, "extend_context", after="extended")
     return watch, moments

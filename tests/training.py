@@ -23,15 +23,38 @@ def place(tmp_path_factory):
 
 
 def data(folder, *more, out="data.jsonl"):
-    main(["data", "--model", str(folder / "target"), "--prompts", str(folder / "prompts.txt"), "--out", str(folder / out), "--max-tokens", "24", *more])
+    main(
+        [
+            "data",
+            "--model",
+            str(folder / "target"),
+            "--prompts",
+            str(folder / "prompts.txt"),
+            "--out",
+            str(folder / out),
+            "--max-tokens",
+            "24",
+            *more,
+        ]
+    )
 
 
 def fit_arguments(folder, out, **changes):
     flags = {
         "warmup": max(0, min(3, (changes.get("steps") or 12) - 1)),
-        "model": folder / "target", "data": folder / "data.jsonl", "out": out, "size": "tiny", "block-size": 4, "steps": 12,
-        "save-every": 4, "valid-every": 6, "valid-count": 2, "anchors": 8, "batch-size": 2, "feature-dtype": "float32",
-    } | {key.replace("_", "-"): value for key, value in changes.items()}  # fmt: skip
+        "model": folder / "target",
+        "data": folder / "data.jsonl",
+        "out": out,
+        "size": "tiny",
+        "block-size": 4,
+        "steps": 12,
+        "save-every": 4,
+        "valid-every": 6,
+        "valid-count": 2,
+        "anchors": 8,
+        "batch-size": 2,
+        "feature-dtype": "float32",
+    } | {key.replace("_", "-"): value for key, value in changes.items()}
     return ["fit", *(text for key, value in flags.items() if value is not None for text in (f"--{key}", str(value)))]
 
 
@@ -40,4 +63,8 @@ def fit(folder, out, **changes):
 
 
 def losses(folder):
-    return [(line["step"], line["loss"]) for line in map(json.loads, (Path(folder) / "log.jsonl").read_text().splitlines()) if "loss" in line]
+    return [
+        (line["step"], line["loss"])
+        for line in map(json.loads, (Path(folder) / "log.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]

@@ -10,17 +10,27 @@ from .settings import Settings
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mlx_dflash.chat", description="Talk with a target, with drafting; the demo pair without --model.")
+    parser = argparse.ArgumentParser(
+        prog="mlx_dflash.chat", description="Talk with a target, with drafting; the demo pair without --model."
+    )
     add_model_flags(parser)
     add = parser.add_argument
     add("--system-prompt", help="system message")
     add("--chat-template-config", type=json.loads, default={}, help="JSON object of options for the chat template")
     for name, default in vars(Settings(max_tokens=1024)).items():
         if not isinstance(default, bool):
-            add(f"--{name.replace('_', '-')}", *(["-m"] if name == "max_tokens" else []), type=type(default), default=default, help="(default: %(default)s)")
+            add(
+                f"--{name.replace('_', '-')}",
+                *(["-m"] if name == "max_tokens" else []),
+                type=type(default),
+                default=default,
+                help="(default: %(default)s)",
+            )
     add("--seed", type=int, help="seed of the random numbers (default: a new one each time)")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens processed at a time (default: %(default)s)")
-    add("--prompt-cache-file", help="a .safetensors file: continue the conversation in it, and save it there at the end")
+    add(
+        "--prompt-cache-file", help="a .safetensors file: continue the conversation in it, and save it there at the end"
+    )
     add("--no-markdown", action="store_true", help="show the text as it is")
     return parser
 
@@ -41,11 +51,17 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError(f"--prompt-cache-file must end in .safetensors, got {file_name}")
     block = block_options(args)
     settings = Settings(**{name: getattr(args, name) for name in vars(Settings()) if name != "thinking"})
-    terminal = Terminal(_conversation(args, settings, block), {"model": args.model or "demo", "draft": args.draft_model or "demo"}, not args.no_markdown)
+    terminal = Terminal(
+        _conversation(args, settings, block),
+        {"model": args.model or "demo", "draft": args.draft_model or "demo"},
+        not args.no_markdown,
+    )
     if file_name and Path(file_name).exists():
         terminal.load(file_name)
     model = args.model or "the demo pair"
-    terminal.say(f"Talking to {model}{'' if terminal.conversation.drafting else ', without a draft'}. /help lists the commands, Ctrl-D leaves.")
+    terminal.say(
+        f"Talking to {model}{'' if terminal.conversation.drafting else ', without a draft'}. /help lists the commands, Ctrl-D leaves."
+    )
     terminal.run()
     if file_name and terminal.conversation.messages:
         terminal.conversation.save(file_name, terminal.metadata)

@@ -76,7 +76,12 @@ def _stats(chat: Any, argument: str) -> None:
 def _set(chat: Any, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        chat.say("  ".join(f"{k} {_shown(v)}" for k, v in [*asdict(chat.conversation.settings).items(), ("markdown", chat.markdown)]))
+        chat.say(
+            "  ".join(
+                f"{k} {_shown(v)}"
+                for k, v in [*asdict(chat.conversation.settings).items(), ("markdown", chat.markdown)]
+            )
+        )
     elif name == "markdown":
         chat.markdown = on_or_off(name, value.strip())
     else:
@@ -90,14 +95,27 @@ def _shown(value: Any) -> str:
 def _draft(chat: Any, argument: str) -> None:
     if argument:
         chat.conversation.use_draft(on_or_off("/draft", argument))
-    chat.say(f"Drafting is {_shown(chat.conversation.drafting)}." + (" The next message reads the conversation again." if argument else ""))
+    chat.say(
+        f"Drafting is {_shown(chat.conversation.drafting)}."
+        + (" The next message reads the conversation again." if argument else "")
+    )
 
 
 def _quit(chat: Any, argument: str) -> None:
     raise Leave
 
 
-_SETTINGS = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold", "max_tokens", "thinking", "markdown")
+_SETTINGS = (
+    "temp",
+    "top_p",
+    "min_p",
+    "top_k",
+    "xtc_probability",
+    "xtc_threshold",
+    "max_tokens",
+    "thinking",
+    "markdown",
+)
 COMMANDS = {
     "/help": Command(_help, "/help", "this list"),
     "/reset": Command(_reset, "/reset", "forget the conversation"),
@@ -118,5 +136,9 @@ def run_command(chat: Any, line: str) -> None:
     name, _, argument = line.strip().partition(" ")
     matches = [n for n in COMMANDS if n.startswith(name)] if name not in COMMANDS else [name]
     if len(matches) != 1:
-        raise ValueError(f"there is no command {name}; /help lists them" if not matches else f"{name} could be {' or '.join(matches)}")
+        raise ValueError(
+            f"there is no command {name}; /help lists them"
+            if not matches
+            else f"{name} could be {' or '.join(matches)}"
+        )
     COMMANDS[matches[0]].run(chat, argument.strip())

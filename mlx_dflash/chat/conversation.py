@@ -68,9 +68,19 @@ class Conversation:
     chat template. Raises ValueError for a tokenizer without a chat template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, draft: Any = None, *, system: str | None = None, settings: Settings | None = None):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        draft: Any = None,
+        *,
+        system: str | None = None,
+        settings: Settings | None = None,
+    ):
         if not tokenizer.has_chat_template:
-            raise ValueError("this model's tokenizer has no chat template; python -m mlx_dflash.generate takes bare prompts")
+            raise ValueError(
+                "this model's tokenizer has no chat template; python -m mlx_dflash.generate takes bare prompts"
+            )
         self.model, self.tokenizer, self._draft = model, tokenizer, draft
         self.drafting = draft is not None
         self.settings = settings or Settings()
@@ -119,7 +129,12 @@ class Conversation:
         del self.messages[last:]
         return text
 
-    def ask(self, text: str, should_stop: Callable[[], bool] = lambda: False, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, str]]:
+    def ask(
+        self,
+        text: str,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[tuple[str, str]]:
         """Send a message; yield the answer as (kind, text), kind one of "reasoning", "normal", "tool".
 
         should_stop is asked between tokens; what was said by then stays in the conversation. If it stops the reading
@@ -133,7 +148,9 @@ class Conversation:
             if len(self.messages) == num_messages:
                 self.messages.pop()
 
-    def _answer(self, should_stop: Callable[[], bool], progress: Callable[[int, int], None] | None) -> Iterator[tuple[str, str]]:
+    def _answer(
+        self, should_stop: Callable[[], bool], progress: Callable[[int, int], None] | None
+    ) -> Iterator[tuple[str, str]]:
         prompt = self._render()
         tokens, self.turn = self._read_from(prompt)
         num_cached = self.turn.num_cached
@@ -145,13 +162,24 @@ class Conversation:
                 progress(done, total)
 
         answer = _Answer(self.tokenizer, *self._initial_state(prompt))
-        options = self.options if self.draft is not None else {k: v for k, v in self.options.items() if k == "prefill_step_size"}
+        options = (
+            self.options
+            if self.draft is not None
+            else {k: v for k, v in self.options.items() if k == "prefill_step_size"}
+        )
         responses = None
         try:
             responses = stream_generate(
-                self.model, self.tokenizer, tokens[num_cached:], self.settings.max_tokens, self.draft,
-                sampler=self.settings.sampler(self.tokenizer), prompt_cache=self._caches, prompt_progress_callback=watched, **options,
-            )  # fmt: skip
+                self.model,
+                self.tokenizer,
+                tokens[num_cached:],
+                self.settings.max_tokens,
+                self.draft,
+                sampler=self.settings.sampler(self.tokenizer),
+                prompt_cache=self._caches,
+                prompt_progress_callback=watched,
+                **options,
+            )
             for response in responses:
                 self.turn.response = response
                 self.turn.tokens.append(response.token)
@@ -202,7 +230,9 @@ class Conversation:
         options = dict(self.template_options)
         if self.tokenizer.has_thinking:
             options.setdefault("enable_thinking", self.settings.thinking)
-        return self.tokenizer.apply_chat_template(system + self.messages, tokenize=False, add_generation_prompt=True, **options)
+        return self.tokenizer.apply_chat_template(
+            system + self.messages, tokenize=False, add_generation_prompt=True, **options
+        )
 
     def _initial_state(self, prompt: str) -> tuple[str, str]:
         """The state in which the answer begins, and the part of the answer that the prompt's end already gave."""
@@ -235,7 +265,9 @@ class Conversation:
         notices = []
         if len(covered) > keep and not take_back(self._caches, len(covered) - keep):
             if keep:
-                notices.append(f"the caches cannot go back by {len(covered) - keep} tokens: reading the conversation again")
+                notices.append(
+                    f"the caches cannot go back by {len(covered) - keep} tokens: reading the conversation again"
+                )
             self._forget()
             keep = 0
         self._pieces = [*pieces, (rest, tokens[sum(len(t) for _, t in pieces) :])] if rest else pieces
@@ -254,7 +286,9 @@ class Conversation:
             pieces.append((text, tokens))
             end += len(text)
         whole = self._encode(prompt)
-        joined = [token for _, tokens in pieces for token in tokens] + (self._encode(prompt[end:]) if end < len(prompt) else [])
+        joined = [token for _, tokens in pieces for token in tokens] + (
+            self._encode(prompt[end:]) if end < len(prompt) else []
+        )
         if self.tokenizer.decode(joined) == self.tokenizer.decode(whole):
             return pieces, joined, prompt[end:]
         return [], whole, prompt
@@ -271,8 +305,12 @@ class Conversation:
     def load_dict(self, saved: dict[str, Any]) -> None:
         """Continue a saved conversation. Raises ValueError if it is none."""
         messages = saved.get("messages") if isinstance(saved, dict) else None
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-            raise ValueError("expected a saved conversation: an object with the key 'messages', a list of role and content")
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+        ):
+            raise ValueError(
+                "expected a saved conversation: an object with the key 'messages', a list of role and content"
+            )
         self.messages, self.system = messages, saved.get("system")
         self._forget()
 
@@ -298,7 +336,9 @@ class Conversation:
             return False
         caches, found = load_prompt_cache(file_name, return_metadata=True)
         if CONVERSATION_KEY not in found:
-            raise ValueError(f"{file_name} has caches, but no record of a conversation; a chat can continue only what a chat saved")
+            raise ValueError(
+                f"{file_name} has caches, but no record of a conversation; a chat can continue only what a chat saved"
+            )
         for name, expected in (metadata or {}).items():
             if found.get(name) != expected:
                 raise ValueError(f"{file_name} was saved with the {name} {found.get(name)}, this chat has {expected}")

@@ -37,7 +37,9 @@ class Settings:
         try:
             number = kinds[name](value)
         except (TypeError, ValueError):
-            raise ValueError(f"{name} must be {'a whole number' if kinds[name] is int else 'a number'}, got {value!r}") from None
+            raise ValueError(
+                f"{name} must be {'a whole number' if kinds[name] is int else 'a number'}, got {value!r}"
+            ) from None
         low, high = _LOWEST.get(name, 0), _HIGHEST.get(name, float("inf"))
         if not low <= number <= high or (name == "max_tokens" and number == 0):
             bounds = "-1 for no limit, or positive" if name == "max_tokens" else f"from {low} to {high}"
@@ -50,7 +52,14 @@ class Settings:
 
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         return make_sampler(
-            self.temp, self.top_p, self.min_p, 1, self.top_k, self.xtc_probability, self.xtc_threshold, xtc_special_tokens=special
+            self.temp,
+            self.top_p,
+            self.min_p,
+            1,
+            self.top_k,
+            self.xtc_probability,
+            self.xtc_threshold,
+            xtc_special_tokens=special,
         )
 
 

@@ -92,7 +92,9 @@ class Terminal:
 def _context_limit(model: Any) -> int | None:
     args = getattr(model, "args", None)
     nested = getattr(args, "text_config", None) or {}
-    return getattr(args, "max_position_embeddings", None) or (nested.get("max_position_embeddings") if isinstance(nested, dict) else None)
+    return getattr(args, "max_position_embeddings", None) or (
+        nested.get("max_position_embeddings") if isinstance(nested, dict) else None
+    )
 
 
 def _read_line() -> str:
@@ -129,9 +131,15 @@ def _reader() -> Callable[[], str]:
     except OSError:
         history = InMemoryHistory()
     session = PromptSession(
-        "> ", history=history, completer=completer, auto_suggest=AutoSuggestFromHistory(), key_bindings=keys,
-        multiline=True, prompt_continuation="… ", complete_while_typing=False,
-    )  # fmt: skip
+        "> ",
+        history=history,
+        completer=completer,
+        auto_suggest=AutoSuggestFromHistory(),
+        key_bindings=keys,
+        multiline=True,
+        prompt_continuation="… ",
+        complete_while_typing=False,
+    )
     return session.prompt
 
 

@@ -73,7 +73,9 @@ class AnswerView:
         if not self._tail.text.strip():
             return
         if self._live is None:
-            self._live = Live(self._tail, console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible")
+            self._live = Live(
+                self._tail, console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible"
+            )
             self._live.start()
         if time.monotonic() - self._shown_at > _REFRESH_SECONDS:
             self._live.refresh()

@@ -46,7 +46,7 @@ def _gguf_path() -> Path:
     for folder in spec.submodule_search_locations if spec else []:
         if (path := Path(folder) / TARGET_FILE).is_file():
             return path
-    raise ValueError(f'the demo target needs {TARGET_FILE}; install it with: {INSTALL}')
+    raise ValueError(f"the demo target needs {TARGET_FILE}; install it with: {INSTALL}")
 
 
 def _converter() -> ModuleType:

@@ -141,7 +141,9 @@ class DraftConfig:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             attention_bias=reader.flag("attention_bias"),
-            final_logit_softcapping=reader.number("final_logit_softcapping") if reader.get("final_logit_softcapping") else None,
+            final_logit_softcapping=reader.number("final_logit_softcapping")
+            if reader.get("final_logit_softcapping")
+            else None,
             quantization=_quantization(reader),
             draft_vocab_size=reader.integer("draft_vocab_size", vocab_size),
             input_embedding_scale=reader.number("input_embedding_scale", 1.0),
@@ -159,9 +161,13 @@ class DraftConfig:
 
     def _check(self) -> None:
         if self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens")
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
         if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
             raise ValueError(
                 f"target_layer_ids {list(self.target_layer_ids)} reach beyond the {self.num_target_layers} layers "
@@ -172,7 +178,9 @@ class DraftConfig:
         if self.version == 2 and self.sample_from_anchor:
             raise ValueError("sample_from_anchor does not go with DFlash 2, whose selector starts from the anchor")
         if self.selector_top_k is not None and self.selector_top_k > self.draft_vocab_size:
-            raise ValueError(f"selector_top_k {self.selector_top_k} exceeds the {self.draft_vocab_size} rows of the head")
+            raise ValueError(
+                f"selector_top_k {self.selector_top_k} exceeds the {self.draft_vocab_size} rows of the head"
+            )
 
 
 def _version_2(reader: _Reader, hidden_size: int) -> dict[str, int | None]:
@@ -189,7 +197,9 @@ def _version_2(reader: _Reader, hidden_size: int) -> dict[str, int | None]:
 def _target_layer_ids(reader: _Reader) -> tuple[int, ...]:
     ids = reader.get("target_layer_ids")
     if not ids:
-        raise ValueError("the draft's config.json lacks 'target_layer_ids': which target layers it was trained on is not guessed")
+        raise ValueError(
+            "the draft's config.json lacks 'target_layer_ids': which target layers it was trained on is not guessed"
+        )
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ValueError(f"target_layer_ids must be layer numbers from 0 on, got {ids}")
     return tuple(ids)
@@ -218,8 +228,15 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
     scaling = dict(parameters)
     theta = scaling.pop("rope_theta", None) or reader.get("rope_theta", 10000.0)
     for key, value in {"rope_theta": theta, **scaling}.items():
-        if isinstance(value, float) and not isfinite(value) or key == "rope_theta" and not (_is_number(theta) and theta > 1):
-            raise ValueError(f"the draft's config.json has {key} = {value!r}; expected a finite number, for the base one above 1")
+        if (
+            isinstance(value, float)
+            and not isfinite(value)
+            or key == "rope_theta"
+            and not (_is_number(theta) and theta > 1)
+        ):
+            raise ValueError(
+                f"the draft's config.json has {key} = {value!r}; expected a finite number, for the base one above 1"
+            )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind in ("default", "mrope"):
         # Text has the same position in all sections of a multimodal rope.

@@ -35,7 +35,9 @@ class Drafter:
         most = draft.config.num_drafts + 1
         block_size = most if block_size is None else block_size
         if not 1 <= block_size <= most:
-            raise ValueError(f"block_size must be 1 to {most}, the block that the draft was trained with; got {block_size}")
+            raise ValueError(
+                f"block_size must be 1 to {most}, the block that the draft was trained with; got {block_size}"
+            )
         self.draft, self.dice = draft, dice
         self.caches = draft.make_cache() if caches is None else caches
         self.num_drafts = block_size - 1

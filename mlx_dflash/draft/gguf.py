@@ -14,15 +14,27 @@ from .names import plain_name
 
 ARCHITECTURES = ("dflash", "dflash-draft")
 _SIZES = {
-    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta", "block_size": "block_size",
-    "attention.sliding_window": "sliding_window", "attention.causal": "is_causal", "logit_scale": "logit_scale",
-    "final_logit_softcapping": "final_logit_softcapping", "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size", "selector_rank": "selector_rank", "selector_top_k": "selector_top_k",
-    "embedding_scale": "input_embedding_scale", "sample_from_anchor": "sample_from_anchor",
-}  # fmt: skip
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "block_size": "block_size",
+    "attention.sliding_window": "sliding_window",
+    "attention.causal": "is_causal",
+    "logit_scale": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "embedding_scale": "input_embedding_scale",
+    "sample_from_anchor": "sample_from_anchor",
+}
 
 
 def is_gguf_draft(gguf: GGUFFile) -> bool:
@@ -36,7 +48,9 @@ def gguf_draft_config(gguf: GGUFFile) -> dict[str, Any]:
     config = {new: gguf.metadata[prefix + key] for key, new in _SIZES.items() if prefix + key in gguf.metadata}
     taps = gguf.value(prefix + "target_layers")
     if not isinstance(taps, list) or not all(isinstance(i, int) and i >= 1 for i in taps):
-        raise ValueError(f"{gguf.path.name} has {prefix}target_layers = {taps}; expected numbers from 1 on, where layer l is l + 1")
+        raise ValueError(
+            f"{gguf.path.name} has {prefix}target_layers = {taps}; expected numbers from 1 on, where layer l is l + 1"
+        )
     if isinstance(config.get("num_key_value_heads"), list):
         raise ValueError(f"{gguf.path.name} has KV heads that differ by layer; expected one number for all")
     config["dflash_config"] = {
@@ -48,12 +62,20 @@ def gguf_draft_config(gguf: GGUFFile) -> dict[str, Any]:
     config["vocab_size"] = _vocab_size(gguf, prefix)
     if "d2t" in gguf.directory:
         config["draft_vocab_size"] = gguf.entry("d2t").shape[0]
-    config |= {"has_embed_tokens": "token_embd.weight" in gguf.directory, "has_lm_head": "output.weight" in gguf.directory}
+    config |= {
+        "has_embed_tokens": "token_embd.weight" in gguf.directory,
+        "has_lm_head": "output.weight" in gguf.directory,
+    }
     fc = gguf.entry("fc.weight").shape
     if fc[1] % len(taps):
-        raise ValueError(f"{gguf.path.name}: fc reads {fc[1]} features, which do not divide among {len(taps)} target layers")
+        raise ValueError(
+            f"{gguf.path.name}: fc reads {fc[1]} features, which do not divide among {len(taps)} target layers"
+        )
     config["target_hidden_size"] = fc[1] // len(taps)
-    config |= {"layer_types": _layer_types(gguf, prefix, config["num_hidden_layers"]), "rope_scaling": _rope_scaling(gguf, prefix)}
+    config |= {
+        "layer_types": _layer_types(gguf, prefix, config["num_hidden_layers"]),
+        "rope_scaling": _rope_scaling(gguf, prefix),
+    }
     return config | _quantization(gguf)
 
 
@@ -91,7 +113,9 @@ def _layer_types(gguf: GGUFFile, prefix: str, num_layers: int) -> list[str]:
     pattern = gguf.value(prefix + "attention.sliding_window_pattern", 0)
     if isinstance(pattern, list):
         if len(pattern) != num_layers:
-            raise ValueError(f"{gguf.path.name} has a sliding_window_pattern of {len(pattern)} entries for {num_layers} layers")
+            raise ValueError(
+                f"{gguf.path.name} has a sliding_window_pattern of {len(pattern)} entries for {num_layers} layers"
+            )
         return [SLIDING if slides else FULL for slides in pattern]
     return [FULL if pattern and (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
 

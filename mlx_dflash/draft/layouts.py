@@ -35,9 +35,17 @@ _FOREIGN_NAMES = {
 }
 _AUX_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 _SPECULATORS_TOP = (
-    "draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id", "sample_from_anchor", "num_target_layers",
-    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *VERSION_2_KEYS,
-)  # fmt: skip
+    "draft_vocab_size",
+    "target_hidden_size",
+    "block_size",
+    "mask_token_id",
+    "sample_from_anchor",
+    "num_target_layers",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    *VERSION_2_KEYS,
+)
 
 
 def zlab_layout(config: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +81,9 @@ def _refuse_relatives(config: dict[str, Any]) -> None:
     for name in names:
         for word, what in _FOREIGN_NAMES.items():
             if word in str(name).lower():
-                raise ValueError(f"the draft's config.json says {name!r}: {what}; it is not plain DFlash and is not supported")
+                raise ValueError(
+                    f"the draft's config.json says {name!r}: {what}; it is not plain DFlash and is not supported"
+                )
     for key, what in _FOREIGN_KEYS.items():
         if nested.get(key) or config.get(key):
             raise ValueError(f"the draft's config.json has {key}: {what}; it is not plain DFlash and is not supported")
@@ -96,10 +106,16 @@ def _from_speculators(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"speculators_model_type {kind!r} is not supported; expected 'dflash' or 'dflash2'")
     backbone = config.get("transformer_layer_config")
     if not backbone:
-        raise ValueError("the speculators config.json lacks 'transformer_layer_config', the shape of the draft's layers")
+        raise ValueError(
+            "the speculators config.json lacks 'transformer_layer_config', the shape of the draft's layers"
+        )
     plain = {k: v for k, v in backbone.items() if k not in ("architectures", "auto_map", "dtype", "torch_dtype")}
     plain |= {key: config[key] for key in _SPECULATORS_TOP if config.get(key) is not None}
-    plain |= {key: config[key] for key in ("dtype", "torch_dtype", "quantization", "quantization_config", *_AUX_KEYS) if key in config}
+    plain |= {
+        key: config[key]
+        for key in ("dtype", "torch_dtype", "quantization", "quantization_config", *_AUX_KEYS)
+        if key in config
+    }
     plain["architectures"] = ["DFlashDraftModel" if kind == "dflash" else "DFlash2DraftModel"]
     plain["dflash_config"] = dict(config.get("dflash_config") or {})
     # Its exports bring an embedding and a head of their own, which may be reduced.
@@ -131,7 +147,9 @@ def _name_windows(config: dict[str, Any]) -> None:
         return
     window = size or config.get("sliding_window")
     if window is None:
-        raise ValueError("the draft's config.json sets use_swa without swa_window_size, the number of positions it reaches back")
+        raise ValueError(
+            "the draft's config.json sets use_swa without swa_window_size, the number of positions it reaches back"
+        )
     config |= {"sliding_window": window, "layer_types": [SLIDING] * (config.get("num_hidden_layers") or 0)}
     if config.get("is_causal") is None and nested.get("causal") is None:
         config["is_causal"] = False

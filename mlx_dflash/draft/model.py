@@ -48,7 +48,9 @@ class Attention(nn.Module):
         """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V stay uncommitted."""
         queries, *block = self.project(x, rope, cache.offset)
         sinks = self.get("attention_sink_bias")
-        out = self.kernels.attend_block(queries, tuple(block), cache, self.sight, self.head_dim**-0.5, sinks)  # (1, A, L, d)
+        out = self.kernels.attend_block(
+            queries, tuple(block), cache, self.sight, self.head_dim**-0.5, sinks
+        )  # (1, A, L, d)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
 
     def project(self, x: mx.array, rope: nn.Module, offset: int | mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -133,7 +135,9 @@ class DraftModel(nn.Module):
         self.layers = [DraftLayer(config, i, self.kernels) for i in range(config.num_layers)]
         self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
         if config.version == 2:
-            self.candidate_selector = CandidateSelector(H, config.vocab_size, config.selector_rank, config.selector_top_k)
+            self.candidate_selector = CandidateSelector(
+                H, config.vocab_size, config.selector_rank, config.selector_top_k
+            )
         if "mask_embedding" in parts:
             self.mask_embedding = mx.zeros((H,))
         if "embed_tokens" in parts:
@@ -174,7 +178,9 @@ class DraftModel(nn.Module):
     def make_cache(self) -> list[ContextCache]:
         """Return empty context caches, one a layer."""
         return [
-            GrowingKVCache() if kind != SLIDING else WindowedKVCache(self.config.sliding_window, slack=2 * self.config.block_size)
+            GrowingKVCache()
+            if kind != SLIDING
+            else WindowedKVCache(self.config.sliding_window, slack=2 * self.config.block_size)
             for kind in self.config.layer_types
         ]
 
@@ -211,7 +217,9 @@ class DraftModel(nn.Module):
         if self._fused_kv is not None:
             kv = self._fused_kv(h)
         else:
-            kv = mx.concatenate([p(h) for a in (layer.self_attn for layer in self.layers) for p in (a.k_proj, a.v_proj)], axis=-1)
+            kv = mx.concatenate(
+                [p(h) for a in (layer.self_attn for layer in self.layers) for p in (a.k_proj, a.v_proj)], axis=-1
+            )
         kv = kv.reshape(S, N, 2, K, d).transpose(2, 1, 3, 0, 4)  # (2, N, K, S, d)
         weights = mx.stack([layer.self_attn.k_norm.weight for layer in self.layers]).reshape(N, 1, 1, d)
         keys = mx.fast.rms_norm(kv[0], None, self.config.rms_norm_eps) * weights
@@ -227,7 +235,17 @@ class DraftModel(nn.Module):
 
 def _fuse(projections: list[nn.Module]) -> nn.Module | None:
     """Return one projection whose output is the concatenation of theirs, sharing its weights with them; or None."""
-    kinds = {(type(p), p.weight.dtype, getattr(p, "bits", None), getattr(p, "group_size", None), getattr(p, "mode", None), frozenset(p)) for p in projections}
+    kinds = {
+        (
+            type(p),
+            p.weight.dtype,
+            getattr(p, "bits", None),
+            getattr(p, "group_size", None),
+            getattr(p, "mode", None),
+            frozenset(p),
+        )
+        for p in projections
+    }
     if len(kinds) > 1:
         return None
     fused = type(projections[0]).__new__(type(projections[0]))

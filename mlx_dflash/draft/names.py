@@ -31,25 +31,41 @@ _ALIASES = [
     (r"selector_(predecessor|successor)(?:\.weight)?", r"candidate_selector.\1_codebook"),
     (r"selector_hidden\.(\w+)", r"candidate_selector.hidden_projection.\1"),
     (r"d2t\.weight", "d2t"),
-]  # fmt: skip
+]
 _GGUF_MODULES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 # Copies of what follows from the configuration, or of the target's own.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\..*|t2d|verifier_(lm_head|norm)\..*|rope_freqs\.weight")
 
 _FOREIGN = [
-    (r"(.*\.)?markov_w[12]\b.*|joint_proj\b.*|(confidence|conf)_proj\b.*|gate_proj\b.*", "DSpark: Markov and confidence heads"),
+    (
+        r"(.*\.)?markov_w[12]\b.*|joint_proj\b.*|(confidence|conf)_proj\b.*|gate_proj\b.*",
+        "DSpark: Markov and confidence heads",
+    ),
     (r"(.*\.)?markov.*", "a Markov head on top of DFlash"),
     (r"prefix_gru\..*|embed_proj\..*", "Domino: a recurrent prefix network"),
     (r"(.*\.)?layer_fusion_weights|(.*\.)?hidden_correction\..*", "DFly: layer fusion"),
-    (r"(.*\.)?aux_hidden_norms\..*|enc\.aux_norm\b.*|(.*\.)?(qkv_proj|g_proj)\..*", "Laguna: fused projections, gates, a norm for each tap"),
-    (r".*\.(weight_packed|weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale|input_scale|qweight|qzeros|absmax)", "weights packed by another tool; convert an unquantized draft"),
-]  # fmt: skip
+    (
+        r"(.*\.)?aux_hidden_norms\..*|enc\.aux_norm\b.*|(.*\.)?(qkv_proj|g_proj)\..*",
+        "Laguna: fused projections, gates, a norm for each tap",
+    ),
+    (
+        r".*\.(weight_packed|weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale|input_scale|qweight|qzeros|absmax)",
+        "weights packed by another tool; convert an unquantized draft",
+    ),
+]
 
 
 def plain_name(name: str) -> str | None:

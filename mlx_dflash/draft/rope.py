@@ -29,7 +29,7 @@ class YarnRope(nn.Module):
         x = x * self.attention_factor if self.attention_factor != 1.0 else x
         return mx.fast.rope(
             x, self.dims, traditional=self.is_interleaved, base=None, scale=1.0, offset=offset, freqs=self._freqs
-        )  # fmt: skip
+        )
 
 
 def make_rope(config: DraftConfig) -> nn.Module:
@@ -37,7 +37,11 @@ def make_rope(config: DraftConfig) -> nn.Module:
     if config.rope_scaling and config.rope_scaling["rope_type"] == "yarn":
         return YarnRope(config)
     return initialize_rope(
-        config.head_dim, config.rope_theta, config.is_rope_interleaved, config.rope_scaling, config.max_position_embeddings
+        config.head_dim,
+        config.rope_theta,
+        config.is_rope_interleaved,
+        config.rope_scaling,
+        config.max_position_embeddings,
     )
 
 

@@ -13,7 +13,9 @@ def frequent(counts: np.ndarray, size: int, special: Collection[int]) -> np.ndar
     """
     special = sorted({i for i in special if 0 <= i < len(counts)})
     if not len(special) < size < len(counts):
-        raise ValueError(f"a reduced vocabulary must have {len(special) + 1} to {len(counts) - 1} tokens, special ones included; got {size}")
+        raise ValueError(
+            f"a reduced vocabulary must have {len(special) + 1} to {len(counts) - 1} tokens, special ones included; got {size}"
+        )
     ranked = np.argsort(-counts, kind="stable")
     ranked = ranked[~np.isin(ranked, special)]
     return np.array(sorted([*special, *ranked[: size - len(special)]]), np.int64)

@@ -2,6 +2,7 @@
 
 choice.py decides, once per shape, which of the two runs; nothing here is compiled or checked before it is first needed.
 """
+
 from .attention import Keys, Sight
 from .choice import MODES, Kernels
 from .matmul import Quantized

@@ -3,6 +3,7 @@
 One shape of problem serves the draft (block rows see each other) and the verify (block rows see earlier ones). Knows
 where keys and values lie in memory and which of them a row sees; knows nothing of models, caches or of who decides.
 """
+
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from .call import KernelCall, Runner, metal_source
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-SIMDGROUPS = 8        # per threadgroup: 256 threads launch on every Apple GPU
+SIMDGROUPS = 8  # per threadgroup: 256 threads launch on every Apple GPU
 STOCK = mx.fast.scaled_dot_product_attention  # also while a target has something else in its place
 KEYS_PER_SPLIT = 256  # fewer keys than this are not worth a threadgroup of their own
 
@@ -101,8 +102,17 @@ def supports(q: mx.array, keys: Keys) -> bool:
     return alike and q.shape[-1] in HEAD_SIZES and q.shape[-1] == keys.values.shape[-1]
 
 
-def attend_metal(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None, *,
-                 run: Runner, cores: int = 20, simdgroups: int = SIMDGROUPS) -> mx.array:
+def attend_metal(
+    q: mx.array,
+    keys: Keys,
+    sight: Sight,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    run: Runner,
+    cores: int = 20,
+    simdgroups: int = SIMDGROUPS,
+) -> mx.array:
     """The kernel. Shapes, result and meaning are those of attend_ops; run executes the launches, cut up as in plan."""
     first = partial_call(q, keys, sight, scale, plan(q, keys, sight, cores, simdgroups))
     return run(merge_call(q, run(first), sinks))[0]
@@ -115,17 +125,38 @@ def partial_call(q: mx.array, keys: Keys, sight: Sight, scale: float, cut: Geome
     block_keys, block_values = keys.block or (keys.keys, keys.values)
     slices, padded = cut.splits * cut.key_slices, cut.row_groups * cut.row_tiles * 8
     return KernelCall(
-        "dflash_attention", metal_source("attention.metal"),
-        inputs={"q": q, "keys": keys.keys, "values": keys.values, "block_keys": block_keys, "block_values": block_values,
-                "length": mx.array([keys.length] * batch, mx.int32), "scale": mx.array([scale], mx.float32)},
-        outputs={"partial": ((batch, kv_heads, slices, padded, head_size), mx.float32),
-                 "maximum": ((batch, kv_heads, slices, padded), mx.float32),
-                 "total": ((batch, kv_heads, slices, padded), mx.float32)},
-        template={"T": q.dtype, "G": heads // kv_heads, "D": head_size, "RTG": cut.row_tiles, "DS": cut.d_slices,
-                  "KS": cut.key_slices, "BK": cut.keys_per_tile, "BLOCK": keys.block is not None, "CAUSAL": sight.causal,
-                  "WINDOW": sight.window, "RING": sight.ring},
+        "dflash_attention",
+        metal_source("attention.metal"),
+        inputs={
+            "q": q,
+            "keys": keys.keys,
+            "values": keys.values,
+            "block_keys": block_keys,
+            "block_values": block_values,
+            "length": mx.array([keys.length] * batch, mx.int32),
+            "scale": mx.array([scale], mx.float32),
+        },
+        outputs={
+            "partial": ((batch, kv_heads, slices, padded, head_size), mx.float32),
+            "maximum": ((batch, kv_heads, slices, padded), mx.float32),
+            "total": ((batch, kv_heads, slices, padded), mx.float32),
+        },
+        template={
+            "T": q.dtype,
+            "G": heads // kv_heads,
+            "D": head_size,
+            "RTG": cut.row_tiles,
+            "DS": cut.d_slices,
+            "KS": cut.key_slices,
+            "BK": cut.keys_per_tile,
+            "BLOCK": keys.block is not None,
+            "CAUSAL": sight.causal,
+            "WINDOW": sight.window,
+            "RING": sight.ring,
+        },
         grid=(kv_heads * cut.row_groups * cut.simdgroups * 32, batch, cut.splits),
-        threadgroup=(cut.simdgroups * 32, 1, 1))
+        threadgroup=(cut.simdgroups * 32, 1, 1),
+    )
 
 
 def merge_call(q: mx.array, partials: list[mx.array], sinks: mx.array | None) -> KernelCall:
@@ -133,12 +164,15 @@ def merge_call(q: mx.array, partials: list[mx.array], sinks: mx.array | None) ->
     batch, heads, rows, head_size = q.shape
     kv_heads = partials[1].shape[1]
     return KernelCall(
-        "dflash_attention_merge", metal_source("attention_merge.metal"),
+        "dflash_attention_merge",
+        metal_source("attention_merge.metal"),
         inputs=dict(zip(("partial", "maximum", "total"), partials))
         | {"sinks": mx.zeros((1,), mx.float32) if sinks is None else sinks},
         outputs={"out": ((batch, heads, rows, head_size), q.dtype)},
         template={"T": q.dtype, "G": heads // kv_heads, "D": head_size, "SINKS": sinks is not None},
-        grid=(head_size, heads // kv_heads * rows, batch * kv_heads), threadgroup=(head_size, 1, 1))
+        grid=(head_size, heads // kv_heads * rows, batch * kv_heads),
+        threadgroup=(head_size, 1, 1),
+    )
 
 
 def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None) -> mx.array:
@@ -152,7 +186,11 @@ def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.ar
     start = 0
     if sight.ring:
         order = mx.arange(max(0, num_keys - capacity), num_keys)
-        start, k, v = max(0, num_keys - capacity), keys.keys[:, :, order % capacity], keys.values[:, :, order % capacity]
+        start, k, v = (
+            max(0, num_keys - capacity),
+            keys.keys[:, :, order % capacity],
+            keys.values[:, :, order % capacity],
+        )
     else:
         k, v = keys.keys[..., :num_keys, :], keys.values[..., :num_keys, :]
     if keys.block:

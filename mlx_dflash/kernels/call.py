@@ -3,6 +3,7 @@
 A KernelCall holds everything mx.fast.metal_kernel needs, so a launch can be inspected, compared and run by something
 other than a GPU. Knows nothing of attention or matmuls, and nothing of who runs it.
 """
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -49,8 +50,19 @@ class MetalRunner:
         kernel = self._made.get((call.name, call.source))
         if kernel is None:
             kernel = self._made[call.name, call.source] = mx.fast.metal_kernel(
-                name=call.name, input_names=list(call.inputs), output_names=list(call.outputs), source=call.source,
-                header=call.header, ensure_row_contiguous=False)
+                name=call.name,
+                input_names=list(call.inputs),
+                output_names=list(call.outputs),
+                source=call.source,
+                header=call.header,
+                ensure_row_contiguous=False,
+            )
         shapes, dtypes = zip(*call.outputs.values())
-        return kernel(inputs=list(call.inputs.values()), template=list(call.template.items()), grid=call.grid,
-                      threadgroup=call.threadgroup, output_shapes=list(shapes), output_dtypes=list(dtypes))
+        return kernel(
+            inputs=list(call.inputs.values()),
+            template=list(call.template.items()),
+            grid=call.grid,
+            threadgroup=call.threadgroup,
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
+        )

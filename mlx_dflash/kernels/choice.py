@@ -3,6 +3,7 @@
 Kernels is the one entry to this package: models and targets call its attend_block, attend and multiply, and the answer
 is the same either way. Knows shapes, this machine and the mode; knows nothing of models, caches' insides or rounds.
 """
+
 import re
 import statistics
 import time
@@ -68,7 +69,13 @@ class Kernels:
         self._seconds.clear()
 
     def attend_block(
-        self, q: mx.array, block: tuple[mx.array, mx.array], cache, sight: Sight, scale: float, sinks: mx.array | None = None
+        self,
+        q: mx.array,
+        block: tuple[mx.array, mx.array],
+        cache,
+        sight: Sight,
+        scale: float,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """Attention of a draft's block over the context in cache and over itself.
 
@@ -116,8 +123,11 @@ class Kernels:
 
     def give_up(self, reason: str) -> None:
         """Run everything by its twin from now on, and say so."""
-        warnings.warn(f"Metal kernels are switched off: {reason}. Please report it with the output of "
-                      "python -m mlx_dflash.metalcheck", stacklevel=2)
+        warnings.warn(
+            f"Metal kernels are switched off: {reason}. Please report it with the output of "
+            "python -m mlx_dflash.metalcheck",
+            stacklevel=2,
+        )
         self.can_run = False
         self.verdicts.clear()
 
@@ -133,8 +143,10 @@ class Kernels:
         far = mx.abs(out.astype(mx.float32) - twin().astype(mx.float32)).max().item()
         allowed = 8 * trial.ROUNDING[out.dtype] * max(1.0, mx.abs(out.astype(mx.float32)).max().item())
         if not far <= allowed:
-            raise RuntimeError(f"the {name} kernel and its twin differ by {far:.2e} at {out.shape} {out.dtype}; "
-                               f"up to {allowed:.2e} is rounding")
+            raise RuntimeError(
+                f"the {name} kernel and its twin differ by {far:.2e} at {out.shape} {out.dtype}; "
+                f"up to {allowed:.2e} is rounding"
+            )
         return out
 
     def _verdict_on_attention(self, q, keys, sight, sinks) -> bool:
@@ -153,8 +165,13 @@ class Kernels:
         rows = (matmul.row_step(x.size // x.shape[-1]), x.shape[-1])
         shape = (rows, w.weight.shape[0], w.group_size, w.bits, x.dtype)
         name = f"product {w.bits} bit group {w.group_size} {str(x.dtype)[9:]} {rows[0]}x{rows[1]}x{shape[1]}"
-        return self._is_chosen(shape, name, lambda: try_out(lambda: trial.check_product(rows, w, self._run),
-                                                           lambda: trial.race_product(rows, w, self._run)))
+        return self._is_chosen(
+            shape,
+            name,
+            lambda: try_out(
+                lambda: trial.check_product(rows, w, self._run), lambda: trial.race_product(rows, w, self._run)
+            ),
+        )
 
     def _is_chosen(self, shape: Hashable, name: str, attempt: Callable[[], dict]) -> bool:
         if shape not in self.verdicts:
@@ -184,7 +201,9 @@ def try_attention(shape: AttentionShape, run: Runner) -> dict:
     """Try a shape out, and, where Metal refuses a launch, once more with half the simdgroups in a threadgroup."""
     for simdgroups in (attention.SIMDGROUPS, attention.SIMDGROUPS // 2):
         cut = dict(simdgroups=simdgroups)
-        verdict = try_out(lambda: trial.check_attention(shape, run, **cut), lambda: trial.race_attention(shape, run, **cut))
+        verdict = try_out(
+            lambda: trial.check_attention(shape, run, **cut), lambda: trial.race_attention(shape, run, **cut)
+        )
         if not verdict.get("is_refusal"):
             break
     return verdict | cut
@@ -209,8 +228,17 @@ def try_out(check: Callable[[], trial.Accuracy], race: Callable[[], dict]) -> di
 def attention_shape(q: mx.array, keys: Keys, sight: Sight, sinks: mx.array | None) -> AttentionShape:
     """The shape of a call, without what may change between rounds; the rows are those of its step."""
     batch, heads, rows, head_size = q.shape
-    return AttentionShape(heads, keys.keys.shape[1], head_size, attention.row_step(rows), q.dtype, sight, keys.block is not None,
-                          sinks is not None, batch)
+    return AttentionShape(
+        heads,
+        keys.keys.shape[1],
+        head_size,
+        attention.row_step(rows),
+        q.dtype,
+        sight,
+        keys.block is not None,
+        sinks is not None,
+        batch,
+    )
 
 
 def has_gpu() -> bool:

@@ -3,6 +3,7 @@
 A verify pass has 2 to 16 rows, too many for MLX's matrix-vector kernels and half a tile of its matrix-matrix one. Knows
 affine-quantized weights as mlx packs them; knows nothing of models or of who decides.
 """
+
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -50,15 +51,25 @@ def multiply_call(x: mx.array, w: Quantized) -> KernelCall:
     rows, features = x.shape[0], w.weight.shape[0]
     row_tiles, groups = -(-rows // 8), -(-features // (8 * FEATURE_TILES))
     return KernelCall(
-        "dflash_matmul", metal_source("matmul.metal"),
+        "dflash_matmul",
+        metal_source("matmul.metal"),
         inputs={"x": x, "w": w.weight, "scales": w.scales, "biases": w.biases},
         outputs={"y": ((rows, features), x.dtype)},
-        template={"T": x.dtype, "BITS": w.bits, "GROUP": w.group_size, "MT": row_tiles, "NT": FEATURE_TILES,
-                  "SG": SIMDGROUPS},
-        grid=(groups * SIMDGROUPS * 32, 1, 1), threadgroup=(SIMDGROUPS * 32, 1, 1))
+        template={
+            "T": x.dtype,
+            "BITS": w.bits,
+            "GROUP": w.group_size,
+            "MT": row_tiles,
+            "NT": FEATURE_TILES,
+            "SG": SIMDGROUPS,
+        },
+        grid=(groups * SIMDGROUPS * 32, 1, 1),
+        threadgroup=(SIMDGROUPS * 32, 1, 1),
+    )
 
 
 def multiply_ops(x: mx.array, w: Quantized) -> mx.array:
     """x (..., K) times the transposed weights: (..., N), in stock MLX."""
-    return mx.quantized_matmul(x, w.weight, scales=w.scales, biases=w.biases, transpose=True,
-                               group_size=w.group_size, bits=w.bits)
+    return mx.quantized_matmul(
+        x, w.weight, scales=w.scales, biases=w.biases, transpose=True, group_size=w.group_size, bits=w.bits
+    )

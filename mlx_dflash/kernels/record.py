@@ -3,6 +3,7 @@
 Verdicts hold for one chip, one macOS, one MLX and one text of the kernels; under any other they are not found. Knows a
 file; knows nothing of what a verdict means.
 """
+
 import hashlib
 import json
 import os

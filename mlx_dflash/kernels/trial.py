@@ -3,6 +3,7 @@
 Works on made-up problems of one shape. Knows how to compare and to time; knows nothing of models or of what follows
 from the answer.
 """
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from .call import Runner
 from .matmul import Quantized, multiply_metal, multiply_ops
 
 CONTEXTS = (1, 63, 257, 1000, 4000)  # rows, of the self-check
-RACED_CONTEXTS = (1024, 8192)        # rows
-RACED_CORES = (10, 20, 40, 80)       # how finely the context is split
+RACED_CONTEXTS = (1024, 8192)  # rows
+RACED_CORES = (10, 20, 40, 80)  # how finely the context is split
 ROUNDING = {mx.float32: 2**-20, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 NEEDED_GAIN = 1.05
-CACHED_BYTES = 128 << 20             # no chip's last-level cache is larger
+CACHED_BYTES = 128 << 20  # no chip's last-level cache is larger
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,14 @@ class AttentionShape:
     batch: int = 1
 
     def __str__(self):
-        flags = [self.sight.causal and "causal", self.sight.window and f"window {self.sight.window}",
-                 self.sight.ring and "ring", self.has_block and "block apart", self.has_sinks and "sinks",
-                 self.batch > 1 and f"batch {self.batch}"]
+        flags = [
+            self.sight.causal and "causal",
+            self.sight.window and f"window {self.sight.window}",
+            self.sight.ring and "ring",
+            self.has_block and "block apart",
+            self.has_sinks and "sinks",
+            self.batch > 1 and f"batch {self.batch}",
+        ]
         size = f"{self.heads}/{self.kv_heads}/{self.head_size}"
         return " ".join(["attention", size, str(self.dtype)[9:], f"rows {self.rows}", *filter(None, flags)])
 
@@ -72,8 +78,9 @@ class Accuracy:
     wrong: str | None
 
 
-def check_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = CONTEXTS,
-                    simdgroups: int = SIMDGROUPS) -> Accuracy:
+def check_attention(
+    shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = CONTEXTS, simdgroups: int = SIMDGROUPS
+) -> Accuracy:
     """Hold the kernel against stock MLX at contexts of these lengths, up to the first at which it is wrong."""
     scale, found = shape.head_size**-0.5, []
     for length in contexts:
@@ -115,14 +122,16 @@ def compare(first: mx.array, second: mx.array, stock: mx.array, exact: mx.array)
     return Accuracy(error, stock_error, wrong)
 
 
-def race_attention(shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = RACED_CONTEXTS,
-                   simdgroups: int = SIMDGROUPS) -> dict:
+def race_attention(
+    shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = RACED_CONTEXTS, simdgroups: int = SIMDGROUPS
+) -> dict:
     """Time kernel and twin at two depths. Returns {"cores": the best split, "ms": {context: (kernel, twin)}}."""
     scale, times = shape.head_size**-0.5, {}
     for length in contexts:
         problems = [shape.problem(length) for _ in range(4)]
         chain = lambda attend: seconds_per_call(
-            problems, lambda q, problem: attend(q, problem[1], shape.sight, scale, problem[2]), problems[0][0])
+            problems, lambda q, problem: attend(q, problem[1], shape.sight, scale, problem[2]), problems[0][0]
+        )
         twin = chain(attend_ops)
         kernel = lambda cores: chain(lambda *a: attend_metal(*a, run=run, cores=cores, simdgroups=simdgroups))
         times[length] = {cores: (1e3 * kernel(cores), 1e3 * twin) for cores in RACED_CORES}

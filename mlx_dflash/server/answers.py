@@ -22,7 +22,9 @@ class Answer:
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4()}",
             "system_fingerprint": fingerprint,
-            "object": ("chat.completion.chunk" if request.stream else "chat.completion") if self._is_chat else "text_completion",
+            "object": ("chat.completion.chunk" if request.stream else "chat.completion")
+            if self._is_chat
+            else "text_completion",
             "model": provider.name,
             "created": int(time.time()),
         }
@@ -138,7 +140,12 @@ class Answer:
     def _token(self, id: int, logprob: float) -> dict:
         text = self._provider.tokenizer.decode([id])
         # Part of a character has no text of its own.
-        return {"id": id, "token": text, "bytes": None if "\ufffd" in text else list(text.encode()), "logprob": max(logprob, -9999.0)}
+        return {
+            "id": id,
+            "token": text,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "logprob": max(logprob, -9999.0),
+        }
 
     def _completion_logprobs(self) -> dict:
         """The older shape, of /v1/completions."""

@@ -96,9 +96,14 @@ class Generator(ResponseGenerator):
         _, text_sm = self._make_state_machine(provider.model_key, tokenizer, [])
         cache, num_cached = self._cached(prompt)
         context = Context(
-            has_tool_calling=tokenizer.has_tool_calling, has_thinking=tokenizer.has_thinking, tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm, initial_state=state, prompt=prompt, prompt_cache_count=num_cached,
-        )  # fmt: skip
+            has_tool_calling=tokenizer.has_tool_calling,
+            has_thinking=tokenizer.has_thinking,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=text_sm,
+            initial_state=state,
+            prompt=prompt,
+            prompt_cache_count=num_cached,
+        )
 
         def is_over() -> bool:
             return context._should_stop or request.is_gone()
@@ -111,10 +116,20 @@ class Generator(ResponseGenerator):
         if args.seed is not None:
             mx.random.seed(args.seed)
         responses = stream_generate(
-            provider.model, tokenizer, prompt[num_cached:], max_tokens, provider.draft_model, stream, stop_strings=args.stop_words,
-            sampler=_sampler(args, tokenizer), logits_processors=self._processors(request, args, state, prompt[:num_cached]), prompt_cache=cache,
-            prompt_progress_callback=progress, prefill_step_size=self.cli_args.prefill_step_size, **self._block(args),
-        )  # fmt: skip
+            provider.model,
+            tokenizer,
+            prompt[num_cached:],
+            max_tokens,
+            provider.draft_model,
+            stream,
+            stop_strings=args.stop_words,
+            sampler=_sampler(args, tokenizer),
+            logits_processors=self._processors(request, args, state, prompt[:num_cached]),
+            prompt_cache=cache,
+            prompt_progress_callback=progress,
+            prefill_step_size=self.cli_args.prefill_step_size,
+            **self._block(args),
+        )
         queue.put(context)
         tokens, started = [], time.perf_counter()
         try:
@@ -129,7 +144,9 @@ class Generator(ResponseGenerator):
             # Not behind the closing, which puts the caches in order first.
             queue.put(None)
         finally:
-            self.metrics.count_answer(len(prompt), num_cached, len(tokens), context.stats, time.perf_counter() - started)
+            self.metrics.count_answer(
+                len(prompt), num_cached, len(tokens), context.stats, time.perf_counter() - started
+            )
             responses.close()
         self.prompt_cache.insert_cache(provider.model_key, prompt + tokens, cache)
         if is_over() and response.finish_reason is None:
@@ -156,7 +173,12 @@ class Generator(ResponseGenerator):
         if not prompt_length:
             raise ApiError(400, "the prompt has no tokens", field)
         if limit is not None and prompt_length >= limit:
-            raise ApiError(400, f"the prompt has {prompt_length} tokens; the model's context has {limit}", field, "context_length_exceeded")
+            raise ApiError(
+                400,
+                f"the prompt has {prompt_length} tokens; the model's context has {limit}",
+                field,
+                "context_length_exceeded",
+            )
         return args.max_tokens if limit is None else min(args.max_tokens, limit - prompt_length)
 
     def _cached(self, prompt: list[int]) -> tuple[list[Any], int]:
@@ -175,9 +197,14 @@ class Generator(ResponseGenerator):
         """The logits processors, which see the whole prompt whatever part of it was cached."""
         logits = args.logits
         processors = make_logits_processors(
-            logits.logit_bias, logits.repetition_penalty, logits.repetition_context_size, logits.presence_penalty,
-            logits.presence_context_size, logits.frequency_penalty, logits.frequency_context_size,
-        )  # fmt: skip
+            logits.logit_bias,
+            logits.repetition_penalty,
+            logits.repetition_context_size,
+            logits.presence_penalty,
+            logits.presence_context_size,
+            logits.frequency_penalty,
+            logits.frequency_context_size,
+        )
         if request.grammar is not None:
             tokenizer = self.model_provider.tokenizer
             after = tokenizer.think_end_tokens if state == "reasoning" and tokenizer.has_thinking else ()
@@ -214,9 +241,14 @@ def _seeing(cached: mx.array, processor: Any) -> Any:
 def _sampler(args: GenerationArguments, tokenizer: Any) -> Any:
     chosen = args.sampling
     return make_sampler(
-        chosen.temperature, top_p=chosen.top_p, min_p=chosen.min_p, top_k=chosen.top_k, xtc_probability=chosen.xtc_probability,
-        xtc_threshold=chosen.xtc_threshold, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )  # fmt: skip
+        chosen.temperature,
+        top_p=chosen.top_p,
+        min_p=chosen.min_p,
+        top_k=chosen.top_k,
+        xtc_probability=chosen.xtc_probability,
+        xtc_threshold=chosen.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
 
 
 def _response(response: Any, args: GenerationArguments) -> Response:

@@ -74,7 +74,9 @@ class Handler(APIHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if key is None or hmac.compare_digest(given.encode(), key.encode()):
             return True
-        self._send_error(ApiError(401, "the key in the header Authorization: Bearer KEY is wrong or missing", code="invalid_api_key"))
+        self._send_error(
+            ApiError(401, "the key in the header Authorization: Bearer KEY is wrong or missing", code="invalid_api_key")
+        )
         return False
 
     def _read_body(self) -> bytes:

@@ -39,7 +39,9 @@ class Metrics:
         with self._lock:
             self._values[name, label] += value
 
-    def count_answer(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, stats: Stats | None, seconds: float) -> None:
+    def count_answer(
+        self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, stats: Stats | None, seconds: float
+    ) -> None:
         """Add a finished or given-up answer. seconds: from its first token to its last."""
         self.add("prompt_tokens_total", prompt_tokens)
         self.add("cached_prompt_tokens_total", cached_tokens)
@@ -67,6 +69,9 @@ class Metrics:
             if not found and name.endswith("_total"):
                 found = [("", 0)]
             if found:
-                lines += [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {'counter' if name.endswith('_total') else 'gauge'}"]
+                lines += [
+                    f"# HELP {_PREFIX}{name} {text}",
+                    f"# TYPE {_PREFIX}{name} {'counter' if name.endswith('_total') else 'gauge'}",
+                ]
                 lines += [f"{_PREFIX}{name}{'{' + label + '}' if label else ''} {value:.10g}" for label, value in found]
         return "\n".join(lines) + "\n"

@@ -20,7 +20,9 @@ class Provider(ModelProvider):
         self.name = args.model or "demo"
         self._grammars: Grammars | None = None
 
-    def _load(self, model_path: str | None, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
+    def _load(
+        self, model_path: str | None, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> None:
         self.reset()
         self.model, self.tokenizer, self.draft_model = load_pair(self.cli_args)
         if self.cli_args.chat_template:

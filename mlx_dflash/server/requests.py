@@ -8,7 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.server import CompletionRequest, GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
+from mlx_lm.server import (
+    CompletionRequest,
+    GenerationArguments,
+    LogitsProcessorArguments,
+    ModelDescription,
+    SamplingArguments,
+)
 
 from .errors import ApiError
 
@@ -84,10 +90,15 @@ def read_request(body: Any, is_chat: bool, defaults: Any, provider: Any) -> tupl
     if set(options) - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options can have include_usage only", "stream_options")
     request = Request(
-        "chat" if is_chat else "text", "" if is_chat else _prompt(body), _messages(body) if is_chat else [], _tools(body, provider),
-        body.get("role_mapping"), stream=body.get("stream", False), include_usage=bool(options.get("include_usage", False)),
+        "chat" if is_chat else "text",
+        "" if is_chat else _prompt(body),
+        _messages(body) if is_chat else [],
+        _tools(body, provider),
+        body.get("role_mapping"),
+        stream=body.get("stream", False),
+        include_usage=bool(options.get("include_usage", False)),
         grammar=_grammar(body, provider),
-    )  # fmt: skip
+    )
     return request, _arguments(body, stop, defaults, provider)
 
 
@@ -99,21 +110,37 @@ def _check_field(name: str, value: Any) -> None:
     kinds, low, high = _FIELDS[name]
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ApiError(400, f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}", name)
-    if isinstance(value, float) and value != value or (low is not None and value < low) or (high is not None and value > high):
+        raise ApiError(
+            400, f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}", name
+        )
+    if (
+        isinstance(value, float)
+        and value != value
+        or (low is not None and value < low)
+        or (high is not None and value > high)
+    ):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ApiError(400, f"{name} must be {bounds}, got {value}", name)
 
 
 def _check_names(body: dict, provider: Any) -> None:
     """Only the pair that was loaded is served."""
-    for name, known in (("model", {"default_model", provider.name}), ("draft_model", {"default_model", provider.cli_args.draft_model})):
+    for name, known in (
+        ("model", {"default_model", provider.name}),
+        ("draft_model", {"default_model", provider.cli_args.draft_model}),
+    ):
         if name in body and body[name] not in known:
-            raise ApiError(404, f"this server serves {provider.name}, not the {name} {body[name]}", name, "model_not_found")
+            raise ApiError(
+                404, f"this server serves {provider.name}, not the {name} {body[name]}", name, "model_not_found"
+            )
     if "adapters" in body and body["adapters"] != provider.cli_args.adapter_path:
         raise ApiError(400, "adapters cannot be changed by a request", "adapters")
     if body.get("num_draft_tokens", 0) > provider.most_drafts:
-        raise ApiError(400, f"num_draft_tokens must be at most {provider.most_drafts}, got {body['num_draft_tokens']}", "num_draft_tokens")
+        raise ApiError(
+            400,
+            f"num_draft_tokens must be at most {provider.most_drafts}, got {body['num_draft_tokens']}",
+            "num_draft_tokens",
+        )
     for name, only in (("echo", False), ("parallel_tool_calls", True)):
         if body.get(name, only) is not only:
             raise ApiError(400, f"{name} can only be {json.dumps(only)}", name)
@@ -144,14 +171,18 @@ def _messages(body: dict) -> list[dict]:
         elif not isinstance(content, str | None):
             raise ApiError(400, f"{where}.content must be a string or a list of parts", f"{where}.content")
         calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function", {}), dict) for c in calls):
+        if not isinstance(calls, list) or not all(
+            isinstance(c, dict) and isinstance(c.get("function", {}), dict) for c in calls
+        ):
             raise ApiError(400, f"{where}.tool_calls must be a list of calls with a function", f"{where}.tool_calls")
         for call in calls:
             arguments = call.get("function", {}).get("arguments")
             try:
                 json.loads(arguments) if isinstance(arguments, str) and arguments else None
             except json.JSONDecodeError as error:
-                raise ApiError(400, f"{where}.tool_calls has arguments that are no JSON: {error}", f"{where}.tool_calls") from error
+                raise ApiError(
+                    400, f"{where}.tool_calls has arguments that are no JSON: {error}", f"{where}.tool_calls"
+                ) from error
     return messages
 
 
@@ -161,7 +192,10 @@ def _tools(body: dict, provider: Any) -> list | None:
         raise ApiError(400, f"tool_choice can be auto or none, got {choice}", "tool_choice")
     if not tools or choice == "none":
         return None
-    if not all(isinstance(t, dict) and isinstance(t.get("function"), dict) and isinstance(t["function"].get("name"), str) for t in tools):
+    if not all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) and isinstance(t["function"].get("name"), str)
+        for t in tools
+    ):
         raise ApiError(400, "tools must be a list of objects with a function and its name", "tools")
     if not provider.tokenizer.has_tool_calling:
         raise ApiError(400, f"{provider.name} has no tool calling", "tools")
@@ -198,13 +232,17 @@ def make_processor(wanted: dict, provider: Any, after: tuple[int, ...] = ()) -> 
 
 
 def _arguments(body: dict, stop: list[str], defaults: Any, provider: Any) -> GenerationArguments:
-    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", min(defaults.max_tokens, defaults.max_tokens_limit)))
+    max_tokens = body.get(
+        "max_completion_tokens", body.get("max_tokens", min(defaults.max_tokens, defaults.max_tokens_limit))
+    )
     if max_tokens > defaults.max_tokens_limit:
         raise ApiError(400, f"max_tokens must be at most {defaults.max_tokens_limit}, got {max_tokens}", "max_tokens")
     logprobs, top = body.get("logprobs", False), body.get("top_logprobs", -1)
     if not isinstance(logprobs, bool):
         if not isinstance(logprobs, int) or "prompt" not in body or not 0 <= logprobs <= 20:
-            raise ApiError(400, "logprobs must be true or false, or, for a completion, a number from 0 to 20", "logprobs")
+            raise ApiError(
+                400, "logprobs must be true or false, or, for a completion, a number from 0 to 20", "logprobs"
+            )
         logprobs, top = True, logprobs
     if top > 0 and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", "top_logprobs")

@@ -11,7 +11,9 @@ STEPS = {"data": step_data, "fit": step_fit, "eval": step_eval}
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and take one step."""
-    parser = argparse.ArgumentParser(prog="mlx_dflash.train", description="Train a DFlash draft for a target, in three steps.")
+    parser = argparse.ArgumentParser(
+        prog="mlx_dflash.train", description="Train a DFlash draft for a target, in three steps."
+    )
     commands = parser.add_subparsers(dest="step", required=True, metavar="data|fit|eval")
     for name, step in STEPS.items():
         summary = step.__doc__.splitlines()[0]

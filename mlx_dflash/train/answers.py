@@ -66,13 +66,17 @@ def _chances(model: Any, prompts: list[list[int]]) -> list[mx.array]:
     places, found = generator.insert(prompts), {}
     try:
         while len(found) < len(prompts):
-            found |= {response.uid: mx.exp(response.logprobs.astype(mx.float32)) for response in generator.next_generated()}
+            found |= {
+                response.uid: mx.exp(response.logprobs.astype(mx.float32)) for response in generator.next_generated()
+            }
     finally:
         generator.close()
     return [found[place] for place in places]
 
 
-def batched_answers(model: Any, tokenizer: Any, todo: Iterable[tuple[int, Prompt]], style: Style, batch_size: int) -> Iterator[Sample]:
+def batched_answers(
+    model: Any, tokenizer: Any, todo: Iterable[tuple[int, Prompt]], style: Style, batch_size: int
+) -> Iterator[Sample]:
     """Answer prompts, each with its number, batch_size of them at a time, in the order in which they are finished."""
     waiting = iter(todo)
     asked: dict[int, tuple[int, Prompt]] = {}
@@ -104,7 +108,9 @@ def single_answers(pair: tuple[Any, Any, Any], todo: Iterable[tuple[int, Prompt]
     options = {} if draft is None else {"draft_model": draft, "block_size": "auto"}
     for source, prompt in todo:
         sampler = None if style.is_greedy(source) else style.sampler()
-        responses = stream_generate(model, tokenizer, prompt.ids, max_tokens=style.max_tokens, sampler=sampler, **options)
+        responses = stream_generate(
+            model, tokenizer, prompt.ids, max_tokens=style.max_tokens, sampler=sampler, **options
+        )
         yield _sample(source, prompt, [response.token for response in responses], style)
 
 

@@ -93,7 +93,9 @@ def read_header(path: str | Path) -> dict[str, Any]:
     except json.JSONDecodeError:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path} is no training text: line 1 must say {FORMAT!r}; make one with: python -m mlx_dflash.train data")
+        raise ValueError(
+            f"{path} is no training text: line 1 must say {FORMAT!r}; make one with: python -m mlx_dflash.train data"
+        )
     if type(header.get("vocab_size")) is not int:
         raise ValueError(f"{path}, line 1: vocab_size must be a number, got {header.get('vocab_size')!r}")
     return header
@@ -119,7 +121,9 @@ def _sample(fields: Any, vocab_size: int) -> Sample:
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int for t in tokens):
         raise ValueError("tokens must be a list of token ids")
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise ValueError(f"tokens reach from {min(tokens)} to {max(tokens)}; expected 0 to {vocab_size - 1}, the vocabulary")
+        raise ValueError(
+            f"tokens reach from {min(tokens)} to {max(tokens)}; expected 0 to {vocab_size - 1}, the vocabulary"
+        )
     if type(length) is not int or not 0 < length <= len(tokens):
         raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {length!r}")
     return sample

@@ -17,11 +17,14 @@ from ..draft.model import DraftModel
 from .files import replaced, save_arrays
 
 
-def save_draft(folder: Path, draft: DraftModel, config: dict[str, Any], facts: dict[str, Any], dtype: str = "bfloat16") -> None:
+def save_draft(
+    folder: Path, draft: DraftModel, config: dict[str, Any], facts: dict[str, Any], dtype: str = "bfloat16"
+) -> None:
     """Write config.json, model.safetensors and README.md, in place of an older folder. dtype: of the matrices and norms."""
     element = getattr(mx, dtype)
     weights = {
-        name: value.astype(element) if mx.issubdtype(value.dtype, mx.floating) else value for name, value in tree_flatten(draft.parameters())
+        name: value.astype(element) if mx.issubdtype(value.dtype, mx.floating) else value
+        for name, value in tree_flatten(draft.parameters())
     }
     with replaced(folder) as part:
         save_arrays(part / "model.safetensors", weights)

@@ -102,7 +102,9 @@ class LessonStore:
             write_whole(about, json.dumps(description))
         found = json.loads(about.read_text())
         if found != description:
-            raise ValueError(f"{folder} holds lessons of {found}, not of {description}; remove it or choose another folder")
+            raise ValueError(
+                f"{folder} holds lessons of {found}, not of {description}; remove it or choose another folder"
+            )
 
     def fill(self, teacher: Teacher, progress: Callable[[int], None]) -> None:
         """Make the lessons that are missing. progress gets the number of those that are there."""
@@ -152,4 +154,6 @@ class _Rows:
             file.write(rows.tobytes())
 
     def read(self, start: int, end: int) -> np.ndarray:
-        return np.fromfile(self.path, self.dtype, (end - start) * self.width, offset=start * self._bytes).reshape(-1, self.width)
+        return np.fromfile(self.path, self.dtype, (end - start) * self.width, offset=start * self._bytes).reshape(
+            -1, self.width
+        )

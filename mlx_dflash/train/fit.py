@@ -37,14 +37,18 @@ class Fit:
         self.args, self.group = args, group
         self.model, self.tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
         self.structure = Structure(self.model)
-        material = read_material(args.data, args.valid_data, args.valid_count, args.max_length, self.structure.vocab_size)
+        material = read_material(
+            args.data, args.valid_data, args.valid_count, args.max_length, self.structure.vocab_size
+        )
         self.counts = material.counts(self.structure.vocab_size)
         rank, machines = group.rank(), group.size()
         if len(material.learned) < machines:
             raise ValueError(f"{len(material.learned)} samples are too few for {machines} machines")
         self.num_learned, self.num_tokens = len(material.learned), int(self.counts.sum())
         # The first machine alone is the one that measures.
-        self.material = replace(material, learned=material.learned[rank::machines], measured=material.measured if rank == 0 else [])
+        self.material = replace(
+            material, learned=material.learned[rank::machines], measured=material.measured if rank == 0 else []
+        )
         self.config, self.draft, self.origin = self._draft()
         check_pair(self.model, self.draft)
         self.teacher = Teacher(self.model, self.structure, self.draft.config.target_layer_ids)
@@ -66,7 +70,9 @@ class Fit:
             config, weights, origin = *self._given_draft(), f"the draft {args.init_draft}"
         else:
             size = SIZES[args.size or "small"]
-            config = draft_config(self.structure, getattr(self.model, "args", None), size, unused_token(self.counts, self.tokenizer))
+            config = draft_config(
+                self.structure, getattr(self.model, "args", None), size, unused_token(self.counts, self.tokenizer)
+            )
             weights, origin = None, ""
         if args.block_size is not None:
             config = _with(config, block_size=args.block_size)
@@ -95,7 +101,9 @@ class Fit:
         told = ", ".join("random" if i is None else str(i) for i in sources)
         return _floats(draft), f"target layers {told}"
 
-    def _reduced(self, config: dict[str, Any], weights: dict[str, mx.array]) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    def _reduced(
+        self, config: dict[str, Any], weights: dict[str, mx.array]
+    ) -> tuple[dict[str, Any], dict[str, mx.array]]:
         if "d2t" in weights or "lm_head.weight" in weights:
             raise ValueError("--draft-vocab needs a draft that borrows the target's whole head")
         ids = frequent(self.counts, self.args.draft_vocab, self._special())
@@ -129,7 +137,9 @@ class Fit:
             self.step, self.best = found[1]["step"], found[1]["best"]
         total = trainer.shared(mx.array(self.step)).item()
         if total != self.step * self.group.size():
-            raise ValueError(f"this machine found a checkpoint of update {self.step} in {self.args.out}, others another one; all need the same folder")
+            raise ValueError(
+                f"this machine found a checkpoint of update {self.step} in {self.args.out}, others another one; all need the same folder"
+            )
         return trainer
 
     def train(self, trainer: Trainer, bar: Bar) -> None:
@@ -153,7 +163,11 @@ class Fit:
                 is_last = self.step == recipe.steps
                 if self.step % args.save_every == 0 or is_last:
                     seconds = time.perf_counter() - began
-                    self._note(loss=float(np.mean(losses)), tokens_per_second=tokens / seconds, blocks_per_second=blocks / seconds)
+                    self._note(
+                        loss=float(np.mean(losses)),
+                        tokens_per_second=tokens / seconds,
+                        blocks_per_second=blocks / seconds,
+                    )
                     tokens, blocks, began, losses = 0, 0, time.perf_counter(), []
                     mx.clear_cache()
                 if self.step % args.valid_every == 0 or is_last:
@@ -165,11 +179,17 @@ class Fit:
 
     def _lessons(self, bar: Bar) -> tuple[Any, Any]:
         if self.args.features == "recompute":
-            return tuple(FreshLessons(self.teacher, samples) for samples in (self.material.learned, self.material.measured))
+            return tuple(
+                FreshLessons(self.teacher, samples) for samples in (self.material.learned, self.material.measured)
+            )
         name = f"lessons-{self.group.rank()}" if self.group.size() > 1 else "lessons"
-        with bar(len(self.material.learned) + len(self.material.measured), "reading with the target", "sample") as shown:
+        with bar(
+            len(self.material.learned) + len(self.material.measured), "reading with the target", "sample"
+        ) as shown:
             dtype = self.args.feature_dtype or "bfloat16"
-            return stored_lessons(self.run.path / name, self.teacher, self.material, dtype, lambda done: shown.update(done - shown.n))
+            return stored_lessons(
+                self.run.path / name, self.teacher, self.material, dtype, lambda done: shown.update(done - shown.n)
+            )
 
     def _validate(self, measured: Any) -> None:
         """Measure the acceptance on text that was not learned; keep the draft if it is the best so far."""
@@ -180,14 +200,20 @@ class Fit:
             lessons = [measured.lesson(i) for i in range(len(self.material.measured))]
             stats = replay(self.draft, self.structure, lessons, self.args.valid_tokens)
             self._note(acceptance_length=stats.acceptance_length, histogram=stats.accepted)
-            facts = {"tokens per target pass": f"{stats.acceptance_length:.2f} (greedy, {len(lessons)} held-out answers)"}
+            facts = {
+                "tokens per target pass": f"{stats.acceptance_length:.2f} (greedy, {len(lessons)} held-out answers)"
+            }
             if stats.acceptance_length > self.best:
                 self.best, names = stats.acceptance_length, ["best", "last"]
         for name in names:
             save_draft(self.run.path / name, self.draft, self.config, self._facts() | facts, self.args.save_dtype)
 
     def _facts(self) -> dict[str, Any]:
-        return {"target": self.args.model, "trained on": f"{self.num_tokens} tokens of answers, {self.step} updates", "first weights": self.origin}
+        return {
+            "target": self.args.model,
+            "trained on": f"{self.num_tokens} tokens of answers, {self.step} updates",
+            "first weights": self.origin,
+        }
 
     def _note(self, **line: Any) -> None:
         if self.group.rank() == 0:
@@ -209,7 +235,10 @@ class Fit:
         ]
         # A name is all that a file tells: the same target may have another one on another machine.
         others = {str(read_header(path).get("target", self.args.model)) for path in self.args.data} - {self.args.model}
-        lines += [f"text: made with {other}, not {self.args.model}; a draft learns best from the answers of its own target" for other in sorted(others)]
+        lines += [
+            f"text: made with {other}, not {self.args.model}; a draft learns best from the answers of its own target"
+            for other in sorted(others)
+        ]
         _, known = map(np.array, trainer.head.columns.of(mx.arange(config.vocab_size)))
         if not known.all():
             share = self.counts[known].sum() / max(1, self.num_tokens)
@@ -222,12 +251,19 @@ class Fit:
         losses = [line["loss"] for line in log if "loss" in line]
         reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
         speeds = [line for line in log if "blocks_per_second" in line]
-        lines = [f"{self.step} updates, {seconds:.0f} s; loss " + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])]
+        lines = [
+            f"{self.step} updates, {seconds:.0f} s; loss "
+            + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])
+        ]
         if speeds:
-            blocks, tokens = (np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens"))
+            blocks, tokens = (
+                np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens")
+            )
             lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
         if reached:
-            lines.append("tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:]))
+            lines.append(
+                "tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:])
+            )
         lines.append("drafts: " + " and ".join(str(path) for path in self.run.drafts()))
         return "\n".join(lines)
 
@@ -249,4 +285,7 @@ def _floats(draft: DraftModel) -> dict[str, mx.array]:
     """The weights of a draft, in float32 where they are floating."""
     from mlx.utils import tree_flatten
 
-    return {k: v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for k, v in tree_flatten(draft.parameters())}
+    return {
+        k: v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v
+        for k, v in tree_flatten(draft.parameters())
+    }

@@ -11,7 +11,9 @@ from ..draft.drafter import Drafter
 from ..draft.model import Attention, DraftLayer
 
 
-def block_logits(drafter: Drafter, features: mx.array, anchors: mx.array, ids: mx.array, checkpointed: bool = False) -> mx.array:
+def block_logits(
+    drafter: Drafter, features: mx.array, anchors: mx.array, ids: mx.array, checkpointed: bool = False
+) -> mx.array:
     """Return the draft's logits (A, γ, V) of the blocks that begin at the anchors of one sequence.
 
     features: (S, T * D), the context features of positions 0 to S - 1. anchors: (A,) positions. ids: (A,) their tokens.

@@ -54,7 +54,9 @@ def slot_weights(lesson: Lesson, anchors: mx.array, columns: Columns, slots: mx.
     return mx.where(inside & known, slots, 0.0)
 
 
-def block_loss(logits: mx.array, lesson: Lesson, anchors: mx.array, columns: Columns, weights: tuple[mx.array, float]) -> mx.array:
+def block_loss(
+    logits: mx.array, lesson: Lesson, anchors: mx.array, columns: Columns, weights: tuple[mx.array, float]
+) -> mx.array:
     """Return the weighted sum of the losses of all slots.
 
     logits: (A, γ, V). anchors: (A,) positions. weights: (A, γ) of slot_weights, and the share of soft targets.

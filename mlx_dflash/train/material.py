@@ -77,7 +77,9 @@ def read_material(paths: Sequence[str], valid: str | None, count: int, max_lengt
     held_out = {tuple(s.tokens) for s in measured}
     learned = [s for s in learned if tuple(s.tokens) not in held_out]
     if not learned:
-        raise ValueError(f"{', '.join(paths)}: no answer, of two tokens or more below --max-length and not held out, to learn from")
+        raise ValueError(
+            f"{', '.join(paths)}: no answer, of two tokens or more below --max-length and not held out, to learn from"
+        )
     num_others = 0 if valid else len(measured)
     return Material(learned, measured, len(everything) - len(learned) - num_others)
 
@@ -103,7 +105,9 @@ def stored_lessons(
     about = {"text": material.fingerprint(), "taps": list(teacher.target_layer_ids)}
     stores, before = [], 0
     for name, samples in (("learned", material.learned), ("measured", material.measured)):
-        store = LessonStore(folder / name, samples, getattr(mx, dtype), teacher.width, {"samples": len(samples), **about})
+        store = LessonStore(
+            folder / name, samples, getattr(mx, dtype), teacher.width, {"samples": len(samples), **about}
+        )
         store.fill(teacher, lambda done, before=before: progress(before + done))
         stores.append(store)
         before += len(samples)
@@ -114,12 +118,16 @@ def order_of_visit(num_samples: int, step: int, batch_size: int, seed: int) -> l
     """The samples of update `step`: every sample comes once in each visit of all, in an order of its own."""
     start = step * batch_size
     first, last = start // num_samples, (start + batch_size - 1) // num_samples
-    order = np.concatenate([np.random.default_rng((seed, visit)).permutation(num_samples) for visit in range(first, last + 1)])
+    order = np.concatenate(
+        [np.random.default_rng((seed, visit)).permutation(num_samples) for visit in range(first, last + 1)]
+    )
     return order[start - first * num_samples :][:batch_size].tolist()
 
 
 def unused_token(counts: np.ndarray, tokenizer: Any) -> int:
     """A token to stand for the mask: one that no text holds, of the special ones if there is such a one."""
-    special = sorted(i for i in tokenizer.get_added_vocab().values() if i < len(counts) and i not in tokenizer.eos_token_ids)
+    special = sorted(
+        i for i in tokenizer.get_added_vocab().values() if i < len(counts) and i not in tokenizer.eos_token_ids
+    )
     unused = [i for i in special if counts[i] == 0]
     return unused[-1] if unused else int(np.argmin(counts))

@@ -54,7 +54,9 @@ class OwnPrompts:
                     line = self._line(sample.tokens[sample.prompt_length :])
                     missed = missed + 1 if line is None or line in seen else 0
                     if missed > _PATIENCE:
-                        raise ValueError(f"{missed} times in a row the target said nothing new as a user, or no end in {_MOST_TOKENS} tokens; give a file of --prompts")
+                        raise ValueError(
+                            f"{missed} times in a row the target said nothing new as a user, or no end in {_MOST_TOKENS} tokens; give a file of --prompts"
+                        )
                     if not missed:
                         seen.add(line)
                         file.write(line + "\n")
@@ -79,12 +81,16 @@ def _place_of_user(tokenizer: Any) -> tuple[Prompt, str]:
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
-        raise ValueError(f"the target's chat template refuses a user's message: {error}; give a file of --prompts") from error
+        raise ValueError(
+            f"the target's chat template refuses a user's message: {error}; give a file of --prompts"
+        ) from error
     before, _, after = text.partition(_PLACE)
     # Its space, if any, is part of the user's first token.
     ids, after = tokenizer.encode(before.rstrip(" "), add_special_tokens=False), after.strip()
     if not ids or not after:
-        raise ValueError("the target's chat template does not show where a user's turn begins and ends; give a file of --prompts")
+        raise ValueError(
+            "the target's chat template does not show where a user's turn begins and ends; give a file of --prompts"
+        )
     first = [token for token in tokenizer.all_special_tokens if after.startswith(token)]
     return Prompt(ids, len(ids)), max(first, key=len) if first else after.splitlines()[0]
 

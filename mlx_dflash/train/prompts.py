@@ -44,7 +44,10 @@ def read_texts(path: str | Path, tokenizer: Any, length: int) -> list[Prompt]:
     if path.is_dir():
         texts = {file: _text_of(file) for file in sorted(path.rglob("*")) if file.is_file()}
         if others := [file for file, text in texts.items() if text is None]:
-            print(f"{path}: {len(others)} of {len(texts)} files are no UTF-8 text and are left out, as {others[0]}", file=sys.stderr)
+            print(
+                f"{path}: {len(others)} of {len(texts)} files are no UTF-8 text and are left out, as {others[0]}",
+                file=sys.stderr,
+            )
         found = [Prompt(tokenizer.encode(text), 1) for text in texts.values() if text]
     elif path.suffix == ".jsonl":
         found = _read(path, tokenizer, is_answered=True)

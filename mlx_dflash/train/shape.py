@@ -34,7 +34,9 @@ SIZES = {"tiny": Size(1, 3, 6), "small": Size(3, 5, 8), "base": Size(5, 5, 16), 
 def tap_layers(num_target_layers: int, taps: int) -> list[int]:
     """Return evenly spaced target layers, from the second to the third from the end, as public drafts have them."""
     if taps > num_target_layers:
-        raise ValueError(f"a target of {num_target_layers} layers cannot be tapped {taps} times; choose a smaller --size")
+        raise ValueError(
+            f"a target of {num_target_layers} layers cannot be tapped {taps} times; choose a smaller --size"
+        )
     last = max(num_target_layers - 3, taps)
     if last >= num_target_layers or taps == 1:
         return list(range(num_target_layers - taps, num_target_layers))
@@ -66,7 +68,10 @@ def draft_config(structure: Structure, args: Any, size: Size, mask_token_id: int
         "model_type": "qwen3",
         "attention_bias": False,
         "block_size": size.block_size,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": tap_layers(len(structure.layers), size.taps)},
+        "dflash_config": {
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": tap_layers(len(structure.layers), size.taps),
+        },
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": width,
@@ -125,7 +130,8 @@ def _fits(layer: DraftLayer, other: Any) -> bool:
     if not all(isinstance(getattr(other, name, None), nn.Module) for name in ("self_attn", "mlp")):
         return False
     return all(
-        isinstance(child := getattr(getattr(other, part), name, None), nn.Module) and _matrix(child, check=getattr(layer, part)[name].weight.shape) is not None
+        isinstance(child := getattr(getattr(other, part), name, None), nn.Module)
+        and _matrix(child, check=getattr(layer, part)[name].weight.shape) is not None
         for part, names in (("self_attn", _ATTENTION), ("mlp", _MLP))
         for name in names
     )

@@ -17,9 +17,15 @@ from .own_prompts import Answers, OwnPrompts
 from .prompts import Prompt, read_prompts, read_texts
 
 _DEFAULTS = {
-    "max_tokens": 256, "sampled_share": 0.5, "temp": 0.7, "top_p": 1.0, "batch_size": 32, "seed": 0, "draft_model": None,  # of answers
+    "max_tokens": 256,
+    "sampled_share": 0.5,
+    "temp": 0.7,
+    "top_p": 1.0,
+    "batch_size": 32,
+    "seed": 0,
+    "draft_model": None,  # of answers
     "max_length": 2048,  # of text as it is
-}  # fmt: skip
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +33,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", help="file of prompts that the target answers: .jsonl, or one a line")
-    source.add_argument("--own-prompts", type=int, metavar="N", help="let a chat model write the prompts too, N in all; kept beside OUT, as data.prompts.jsonl beside data.jsonl")
+    source.add_argument(
+        "--own-prompts",
+        type=int,
+        metavar="N",
+        help="let a chat model write the prompts too, N in all; kept beside OUT, as data.prompts.jsonl beside data.jsonl",
+    )
     source.add_argument("--text", help="text to take as it is: a .jsonl file, a text file, or a folder of them")
     add("--out", required=True, help="file to write, or to continue")
     add("--draft-model", help="speeds up the answers of a target whose caches do not batch")
     add("--max-tokens", type=int, help="most tokens of an answer (default: %(default)s)")
     add("--max-length", type=int, help="with --text, tokens of a piece of it (default: %(default)s)")
-    add("--sampled-share", type=float, help="share of the prompts that are answered by sampling, the rest greedily (default: %(default)s)")
+    add(
+        "--sampled-share",
+        type=float,
+        help="share of the prompts that are answered by sampling, the rest greedily (default: %(default)s)",
+    )
     add("--temp", type=float, help="temperature of the sampled answers (default: %(default)s)")
     add("--top-p", type=float, help="nucleus of the sampled answers (default: off)")
     add("--batch-size", type=int, help="prompts answered at a time (default: %(default)s)")
@@ -49,7 +64,11 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     style = Style(args.max_tokens, args.sampled_share, args.temp, args.top_p, args.seed)
     model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
-    header = {"target": args.model, "vocab_size": Structure(model).vocab_size, "from": args.text or args.prompts or "prompts of its own"}
+    header = {
+        "target": args.model,
+        "vocab_size": Structure(model).vocab_size,
+        "from": args.text or args.prompts or "prompts of its own",
+    }
     header |= {"max_length": args.max_length} if args.text else vars(style)
     own = OwnPrompts(tokenizer) if args.own_prompts else None
     if args.text:
@@ -64,7 +83,9 @@ def run(args: argparse.Namespace) -> None:
             prompts = read_prompts(path, tokenizer)[: max([args.own_prompts, *(i + 1 for i in writer.sources)])]
         for i, ids in writer.sources.items():
             if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
-                raise ValueError(f"{args.out} holds an answer to another prompt {i + 1} than there is now; choose another file to write to")
+                raise ValueError(
+                    f"{args.out} holds an answer to another prompt {i + 1} than there is now; choose another file to write to"
+                )
         todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
         found = len(writer.sources)
         mx.random.seed(args.seed + found)
@@ -93,7 +114,9 @@ def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
 
     if can_batch(model):
         if args.draft_model:
-            raise ValueError("--draft-model is for targets whose caches do not batch; this one answers many prompts at a time without")
+            raise ValueError(
+                "--draft-model is for targets whose caches do not batch; this one answers many prompts at a time without"
+            )
         return lambda todo, style: batched_answers(model, tokenizer, todo, style, args.batch_size)
     draft = None
     if args.draft_model:
@@ -147,8 +170,14 @@ def _write(writer: CorpusWriter, samples: Iterator[Sample], prompts: list[Prompt
                 bar.set_postfix_str(f"{(writer.num_tokens - before) / (time.perf_counter() - began):.0f} tokens/s")
         except KeyboardInterrupt:
             pass  # the report says how far it came
-    return {"samples": len(writer.sources), "of": len(prompts), "tokens": writer.num_tokens, "new tokens": writer.num_tokens - before,
-            "seconds": time.perf_counter() - began, "kinds": kinds}  # fmt: skip
+    return {
+        "samples": len(writer.sources),
+        "of": len(prompts),
+        "tokens": writer.num_tokens,
+        "new tokens": writer.num_tokens - before,
+        "seconds": time.perf_counter() - began,
+        "kinds": kinds,
+    }
 
 
 def report(path: str, done: dict[str, Any], found: int) -> str:
@@ -157,6 +186,8 @@ def report(path: str, done: dict[str, Any], found: int) -> str:
     if found:
         lines.append(f"  {found} samples were there already")
     if done["new tokens"]:
-        lines.append(f"  {done['new tokens']} new tokens in {done['seconds']:.1f} s, {done['new tokens'] / done['seconds']:.1f} tokens/s")
+        lines.append(
+            f"  {done['new tokens']} new tokens in {done['seconds']:.1f} s, {done['new tokens'] / done['seconds']:.1f} tokens/s"
+        )
         lines.append("  " + ", ".join(f"{kind} {count}" for kind, count in done["kinds"].most_common()))
     return "\n".join(lines)

@@ -9,7 +9,13 @@ from typing import Any
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this step."""
     add = parser.add_argument
-    add("--draft-model", required=True, nargs="+", metavar="DRAFT", help="drafts to measure side by side: folders or hub repositories, or demo")
+    add(
+        "--draft-model",
+        required=True,
+        nargs="+",
+        metavar="DRAFT",
+        help="drafts to measure side by side: folders or hub repositories, or demo",
+    )
     add("--prompts", help="file of prompts, as for: train data (default: the built-in ones)")
     add("--num-prompts", type=int, help="use so many of them, evenly chosen (default: all)")
     add("--max-tokens", type=int, default=96, help="most tokens a prompt (default: %(default)s)")
@@ -31,7 +37,9 @@ def run(args: argparse.Namespace) -> None:
     from ..loading import load, load_draft
 
     if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts is not None and args.num_prompts < 1):
-        raise ValueError(f"--max-tokens must be 2 or more, --num-prompts 1 or more, --temp not negative; got {args.max_tokens}, {args.num_prompts}, {args.temp}")
+        raise ValueError(
+            f"--max-tokens must be 2 or more, --num-prompts 1 or more, --temp not negative; got {args.max_tokens}, {args.num_prompts}, {args.temp}"
+        )
     if args.plot:
         check_plot(args.plot)
     model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
@@ -39,7 +47,9 @@ def run(args: argparse.Namespace) -> None:
     cases = _cases(args, tokenizer)
     options = dict(max_tokens=args.max_tokens, sampler=make_sampler(args.temp) if args.temp else None)
     arms = {
-        name: lambda ids, draft=draft: stream_generate(model, tokenizer, ids, draft_model=draft, block_size=args.block_size, **options)
+        name: lambda ids, draft=draft: stream_generate(
+            model, tokenizer, ids, draft_model=draft, block_size=args.block_size, **options
+        )
         for name, draft in drafts.items()
     }
     if args.compare:
@@ -87,11 +97,15 @@ def table(report: dict[str, Any], drafts: list[str]) -> str:
     width = max(len(name) for name in [*drafts, *report["groups"]]) + 2
     lines = ["tokens a round".ljust(width) + "".join(name.rjust(width) for name in drafts)]
     for group, told in [*report["groups"].items(), ("all", report["all"])]:
-        lines.append(group.ljust(width) + "".join(f"{told[name].get('acceptance_length', 0):{width}.2f}" for name in drafts))
+        lines.append(
+            group.ljust(width) + "".join(f"{told[name].get('acceptance_length', 0):{width}.2f}" for name in drafts)
+        )
     for name in drafts:
         kept = report["all"][name]["kept_by_slot"]
         lines.append(f"{name}: kept by slot, of those reached: " + " ".join(f"{100 * share:.0f} %" for share in kept))
         if "speedup_wall" in report["all"][name]:
             told = report["all"][name]
-            lines.append(f"{name}: {told['speedup_wall'][0]:.2f} x plain (CPU time {told['speedup_cpu'][0]:.2f} x), {told['identical']} of {told['runs']} texts the same")
+            lines.append(
+                f"{name}: {told['speedup_wall'][0]:.2f} x plain (CPU time {told['speedup_cpu'][0]:.2f} x), {told['identical']} of {told['runs']} texts the same"
+            )
     return "\n".join(lines)

@@ -18,10 +18,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_shape_flags(parser.add_argument_group("the draft"))
     _add_recipe_flags(parser.add_argument_group("the recipe"))
     add = parser.add_argument_group("lessons and validation").add_argument
-    add("--features", choices=("disk", "recompute"), default="disk", help="keep the target's features on disk, or compute them at each visit")
-    add("--feature-dtype", choices=("bfloat16", "float16", "float32"), help="of the features on disk (default: bfloat16)")
+    add(
+        "--features",
+        choices=("disk", "recompute"),
+        default="disk",
+        help="keep the target's features on disk, or compute them at each visit",
+    )
+    add(
+        "--feature-dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the features on disk (default: bfloat16)",
+    )
     add("--max-length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
-    add("--valid-data", metavar="FILE", help="text to measure acceptance on (default: some of --data, which are then not learned)")
+    add(
+        "--valid-data",
+        metavar="FILE",
+        help="text to measure acceptance on (default: some of --data, which are then not learned)",
+    )
     add("--valid-count", type=int, default=16, help="greedy samples of it (default: %(default)s)")
     add("--valid-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
     add("--valid-every", type=int, default=200, help="updates (default: %(default)s)")
@@ -31,26 +44,59 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _add_shape_flags(group: Any) -> None:
     add = group.add_argument
     add("--init-draft", help="go on training this draft: a folder or hub repository, or demo")
-    add("--size", choices=SIZES, help="of a new draft: " + ", ".join(f"{k} {s.layers} layers, {s.taps} taps, block {s.block_size}" for k, s in SIZES.items()) + " (default: small)")
+    add(
+        "--size",
+        choices=SIZES,
+        help="of a new draft: "
+        + ", ".join(f"{k} {s.layers} layers, {s.taps} taps, block {s.block_size}" for k, s in SIZES.items())
+        + " (default: small)",
+    )
     add("--block-size", type=int, help="anchor and drafts (default: the size's, or the given draft's)")
-    add("--draft-vocab", type=int, help="give the draft a reduced head with this many tokens, the most frequent of the data")
-    add("--save-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the drafts that are written (default: %(default)s)")
+    add(
+        "--draft-vocab",
+        type=int,
+        help="give the draft a reduced head with this many tokens, the most frequent of the data",
+    )
+    add(
+        "--save-dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the drafts that are written (default: %(default)s)",
+    )
 
 
 def _add_recipe_flags(group: Any) -> None:
     add = group.add_argument
     length = group.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="updates (default: as many as --visits makes)")
-    length.add_argument("--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)")
+    length.add_argument(
+        "--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)"
+    )
     add("--batch-size", type=int, default=4, help="samples of an update (default: %(default)s)")
     add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
-    add("--block-sizes", type=int, nargs="+", metavar="N", help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)")
+    add(
+        "--block-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)",
+    )
     add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
     add("--warmup", type=int, help="updates in which it rises (default: a tenth of them, at most 100)")
     add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
     add("--clip", type=float, default=1.0, help="greatest norm of a gradient (default: %(default)s)")
-    add("--decay", type=float, default=3.0, help="slots in which a slot's weight falls by a factor e (default: %(default)s)")
-    add("--soft", type=float, default=0.5, help="share of the target's own distribution in the loss (default: %(default)s)")
+    add(
+        "--decay",
+        type=float,
+        default=3.0,
+        help="slots in which a slot's weight falls by a factor e (default: %(default)s)",
+    )
+    add(
+        "--soft",
+        type=float,
+        default=0.5,
+        help="share of the target's own distribution in the loss (default: %(default)s)",
+    )
     add("--loss-vocab", type=int, help="compute the loss over this many tokens only, the most frequent of the data")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default: %(default)s)")
     add("--grad-checkpoint", action="store_true", help="compute layers twice, which saves memory")
@@ -63,7 +109,14 @@ def run(args: argparse.Namespace) -> None:
 
     from .fit import Fit
 
-    for name, least in (("max_length", 3), ("valid_every", 1), ("save_every", 1), ("valid_tokens", 2), ("valid_count", 0), ("seed", 0)):
+    for name, least in (
+        ("max_length", 3),
+        ("valid_every", 1),
+        ("save_every", 1),
+        ("valid_tokens", 2),
+        ("valid_count", 0),
+        ("seed", 0),
+    ):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}")
     if not 0 < args.visits < float("inf"):
@@ -77,9 +130,18 @@ def run(args: argparse.Namespace) -> None:
     steps = fit.steps_of_visits(args.visits) if args.steps is None else args.steps
     warmup = min(100, steps // 10) if args.warmup is None else args.warmup
     recipe = Recipe(
-        steps, args.batch_size, args.anchors, tuple(args.block_sizes or ()), args.learning_rate, warmup,
-        args.weight_decay, args.clip, args.seed, args.dtype, args.grad_checkpoint,
-    )  # fmt: skip
+        steps,
+        args.batch_size,
+        args.anchors,
+        tuple(args.block_sizes or ()),
+        args.learning_rate,
+        warmup,
+        args.weight_decay,
+        args.clip,
+        args.seed,
+        args.dtype,
+        args.grad_checkpoint,
+    )
     trainer = fit.trainer(recipe, weighting)
     if group.rank() == 0:
         print(fit.plan(trainer), file=sys.stderr)

@@ -84,7 +84,9 @@ class Trainer:
         self.optimizer.init(draft.trainable_parameters())
         self._block_sizes = recipe.block_sizes or (draft.config.num_drafts + 1,)
         if not all(2 <= size <= draft.config.num_drafts + 1 for size in self._block_sizes):
-            raise ValueError(f"blocks must have 2 to {draft.config.num_drafts + 1} tokens, got {list(self._block_sizes)}")
+            raise ValueError(
+                f"blocks must have 2 to {draft.config.num_drafts + 1} tokens, got {list(self._block_sizes)}"
+            )
         self._dtype = getattr(mx, recipe.dtype)
         self._gradient = mx.value_and_grad(self._loss)
 
@@ -105,7 +107,9 @@ class Trainer:
         gradients, norm = optim.clip_grad_norm(tree_map(self.shared, gradients), self.recipe.clip)
         loss, norm = self.shared(loss).item(), norm.item()
         if not np.isfinite([loss, norm]).all():
-            raise ValueError(f"update {number} has the loss {loss} and a gradient of norm {norm}; a lower --learning-rate and another --out may help")
+            raise ValueError(
+                f"update {number} has the loss {loss} and a gradient of norm {norm}; a lower --learning-rate and another --out may help"
+            )
         self.optimizer.update(self.draft, gradients)
         mx.eval(self.draft.parameters(), self.optimizer.state)
         return loss

@@ -5,6 +5,7 @@ reads, races, divergent barriers and outputs never written are reported with the
 logic; it does not prove speed, acceptance by Metal's compiler, or the GPU's last-bit arithmetic.
 Needs Linux on x86-64 and g++ 12 or later.
 """
+
 from .launch import Emulator, KernelError, emulate, precompile
 from .toolchain import why_unavailable
 

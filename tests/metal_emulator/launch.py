@@ -1,4 +1,5 @@
 """Run one KernelCall on the CPU and report what it did wrong."""
+
 import ctypes
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,10 @@ ERRORS = {
     3: ("uninitialised", "read of {name}[{index}]"),
     4: ("race", "{verb} {name}[{index}], no barrier since thread {o_thread} of group {o_group} used it"),
     5: ("divergence", "simdgroup split: thread {other} waits on line {extra}"),
-    6: ("barrier", "threads {thread} and {other} wait at different barriers (line {extra}), or {other} of {extra} came"),
+    6: (
+        "barrier",
+        "threads {thread} and {other} wait at different barriers (line {extra}), or {other} of {extra} came",
+    ),
     7: ("undefined", "{name} ({index})"),
     8: ("threadgroup memory", "{index} bytes with {name}, limit 32768"),
     9: ("step limit", "endless loop?"),
@@ -31,16 +35,27 @@ LAUNCH_COUNTERS = "steps simd_ops barriers mmas same_value_races".split()
 
 
 def _struct(**fields):
-    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64,
-             "ptr": ctypes.c_void_p, "str": ctypes.c_char_p, "xyz": ctypes.c_uint32 * 3}
+    types = {
+        "u32": ctypes.c_uint32,
+        "i32": ctypes.c_int32,
+        "i64": ctypes.c_int64,
+        "u64": ctypes.c_uint64,
+        "ptr": ctypes.c_void_p,
+        "str": ctypes.c_char_p,
+        "xyz": ctypes.c_uint32 * 3,
+    }
     pairs = [(name, types[kind.rstrip("_")]) for kind, names in fields.items() for name in names.split()]
     return type("Struct", (ctypes.Structure,), {"_fields_": pairs})
 
 
 _Buffer = _struct(str="name", ptr="data", u64="bytes origin", u32="element kind", u64_=" ".join(BUFFER_COUNTERS))
 _Error = _struct(u64="pc", str="name", i64="index", i32="kind line count thread group other extra pad")
-_Launch = _struct(xyz="grid threadgroup", u32="num_buffers order num_errors threadgroup_bytes", ptr="buffers errors",
-                  u64=" ".join(["step_limit"] + LAUNCH_COUNTERS))
+_Launch = _struct(
+    xyz="grid threadgroup",
+    u32="num_buffers order num_errors threadgroup_bytes",
+    ptr="buffers errors",
+    u64=" ".join(["step_limit"] + LAUNCH_COUNTERS),
+)
 
 
 class KernelError(RuntimeError):
@@ -81,8 +96,15 @@ def emulate(call, order: int = 0, checked: bool = True, step_limit: int = 10**10
     library = build(_program(call, arguments), checked)
     errors = (_Error * 32)()
     three = ctypes.c_uint32 * 3
-    launch = _Launch(three(*call.grid), three(*map(min, call.threadgroup, call.grid)), len(buffers), order,
-                     buffers=ctypes.addressof(buffers), errors=ctypes.addressof(errors), step_limit=step_limit)
+    launch = _Launch(
+        three(*call.grid),
+        three(*map(min, call.threadgroup, call.grid)),
+        len(buffers),
+        order,
+        buffers=ctypes.addressof(buffers),
+        errors=ctypes.addressof(errors),
+        step_limit=step_limit,
+    )
     ctypes.CDLL(str(library)).emu_launch(ctypes.byref(launch))
     outputs = []
     for buffer, array in zip(buffers, keep):
@@ -137,8 +159,11 @@ def _bind(call):
         ends = [(n - 1) * s for n, s in zip(x.shape, x.strides)]
         low, high = sum(min(0, e) for e in ends), sum(max(0, e) for e in ends) + x.itemsize
         add(name, x, INPUT, f"const {c_type(array.dtype)}", x.ndim == 0, low, high - low if x.size else 0)
-        metadata = {"_shape": np.array(x.shape, np.int32), "_strides": np.array(x.strides, np.int64) // x.itemsize,
-                    "_ndim": np.array([x.ndim], np.int32)}
+        metadata = {
+            "_shape": np.array(x.shape, np.int32),
+            "_strides": np.array(x.strides, np.int64) // x.itemsize,
+            "_ndim": np.array([x.ndim], np.int32),
+        }
         for suffix in used_metadata(call, name):
             value = metadata[suffix]
             add(name + suffix, value, CONSTANT, f"const int{8 * value.itemsize}_t", suffix == "_ndim")
@@ -154,15 +179,18 @@ def _program(call, arguments: list[str]) -> str:
     values = ", ".join(value for *_, value in template_arguments(call.template))
     return (
         f'#include "metal.h"\nnamespace metal {{ namespace user {{\n#line 1 "msl.header"\n{to_cpp(call.header, 128)}\n'
-        f'#line 1 "msl.sig"\n{text[len(call.header):]}\n#line 1 "msl.body"\n{to_cpp(call.source)}\n}} }} }}\n'
+        f'#line 1 "msl.sig"\n{text[len(call.header) :]}\n#line 1 "msl.body"\n{to_cpp(call.source)}\n}} }} }}\n'
         'using namespace metal;\nextern "C" EMU_NOSAN void emu_kernel_main(void** b) '
-        f'{{ user::{function}{f"<{values}>" if values else ""}({", ".join(arguments)}); }}\n')
+        f"{{ user::{function}{f'<{values}>' if values else ''}({', '.join(arguments)}); }}\n"
+    )
 
 
 def _explain(library, error, source: str) -> Fault:
     line = error.line
     if error.pc:
-        found = re.search(r"msl\.(body|header):(\d+)", command("addr2line", "-i", "-e", str(library), hex(error.pc - 1)))
+        found = re.search(
+            r"msl\.(body|header):(\d+)", command("addr2line", "-i", "-e", str(library), hex(error.pc - 1))
+        )
         line = int(found[2]) * (1 if found[1] == "body" else -1) if found else 0
     kind, text = ERRORS[error.kind]
     fields = {name: getattr(error, name) for name, _ in _Error._fields_}

@@ -1,4 +1,5 @@
 """Address spaces: clang reads the exact text MLX would hand to Metal, with device, constant and threadgroup as types."""
+
 import re
 import shutil
 import subprocess
@@ -25,6 +26,15 @@ def lint(call) -> str:
     text = re.sub(r"\[\[[^]]*\]\]", "", text)
     instance = f"auto instance = &{function}<{values}>;" if values else ""
     program = f'#include "lint.h"\nusing namespace metal;\n{text}\n#line 1 "body"\n{body}\n}}\n{instance}\n'
-    flags = ["-x", "c++", "-std=c++17", "-fsyntax-only", "-Werror=uninitialized", "-Werror=sometimes-uninitialized",
-             "-w", f"-I{HERE}", "-"]
+    flags = [
+        "-x",
+        "c++",
+        "-std=c++17",
+        "-fsyntax-only",
+        "-Werror=uninitialized",
+        "-Werror=sometimes-uninitialized",
+        "-w",
+        f"-I{HERE}",
+        "-",
+    ]
     return subprocess.run([clang(), *flags], input=program, capture_output=True, text=True).stderr

@@ -1,4 +1,5 @@
 """Metal text to C++ text, line numbers kept."""
+
 import re
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
@@ -7,10 +8,13 @@ _FLOAT = re.compile(r"((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)([fFh
 _NAME = r"\w+(?:\s*\[[^;{}]*?\])*"
 SHARED = re.compile(
     r"(?:^|(?<=[;{}]))(\s*)(?:alignas\s*\(\w+\)\s*)?threadgroup\s+((?:unsigned\s+|metal::)?\w+(?:\s*<[^;{}]*?>)?)\s+"
-    rf"({_NAME}(?:\s*,\s*{_NAME})*)\s*;", re.M)
+    rf"({_NAME}(?:\s*,\s*{_NAME})*)\s*;",
+    re.M,
+)
 _STILL_SHARED = re.compile(r"\bthreadgroup\b[^*&;,)]*[;,\[=][^\n]*")
 _CAST = re.compile(
-    r"(?<!\w)\(\s*(?:const\s+)?(?!(?:const|device|constant|threadgroup|thread)\b)\w+(?:\s*<[^()]*>)?\s*\*\s*\)")
+    r"(?<!\w)\(\s*(?:const\s+)?(?!(?:const|device|constant|threadgroup|thread)\b)\w+(?:\s*<[^()]*>)?\s*\*\s*\)"
+)
 _NOT_METAL = re.compile(r"(?<![\w.>])(double|goto|throw|try|catch|new|delete|virtual|std|printf)(?!\w)")
 
 
@@ -48,8 +52,11 @@ def _threadgroup_variables(text: str, slot: int) -> str:
         code = m[1] + "\n" * (m[0].count("\n") - m[1].count("\n"))
         for name, dims in re.findall(r"(\w+)((?:\s*\[[^;{}]*?\])*)\s*(?:,|$)", m[3]):
             dims = dims.replace("\n", " ")
-            code += (f"using {name}_t_ = {m[2]} {dims}; {name}_t_& {name} = *({name}_t_*)emu::tg_var({slot}, "
-                     f'sizeof({name}_t_), sizeof(std::remove_all_extents_t<{name}_t_>), "{name}");')
+            code += (
+                f"using {name}_t_ = {m[2]} {dims}; {name}_t_& {name} = *({name}_t_*)emu::tg_var({slot}, "
+                f'sizeof({name}_t_), sizeof(std::remove_all_extents_t<{name}_t_>), "{name}");'
+            )
             slot += 1
         return code
+
     return SHARED.sub(declare, text)

@@ -1,4 +1,5 @@
 """The kernel signature MLX generates around a body, and what stands behind each of its arguments here."""
+
 import mlx.core as mx
 
 _VECTOR = "uint3({0}[0], {0}[1], {0}[2])".format
@@ -29,10 +30,12 @@ def c_type(dtype: mx.Dtype) -> str:
 
 def template_arguments(template: dict) -> list[tuple[str, str, str]]:
     """(kind, name, value) of each template parameter, as MLX writes them."""
+
     def one(name, value):
         if isinstance(value, mx.Dtype):
             return "typename", name, c_type(value)
         return "bool" if isinstance(value, bool) else "int", name, str(int(value))
+
     return [one(name, value) for name, value in template.items()]
 
 

@@ -3,6 +3,7 @@
 Kernels are compiled with -fsanitize=thread and parts of the undefined-behaviour sanitizer, but linked against
 runtime.cpp instead of the sanitizers' libraries: every load and store becomes a call with its address.
 """
+
 import hashlib
 import os
 import platform
@@ -61,8 +62,9 @@ def build(cpp: str, checked: bool) -> Path:
     headers = _once("headers_" + hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8], partial(_headers, flags))
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         Path(folder, "kernel.cpp").write_text(cpp)
-        command("g++", *FLAGS, *flags, f"-I{headers}", f"-I{HERE}", "-c", f"{folder}/kernel.cpp",
-                "-o", f"{folder}/kernel.o")
+        command(
+            "g++", *FLAGS, *flags, f"-I{headers}", f"-I{HERE}", "-c", f"{folder}/kernel.cpp", "-o", f"{folder}/kernel.o"
+        )
         command("g++", "-shared", "-Wl,-Bsymbolic", f"{folder}/kernel.o", runtime, "-o", f"{folder}/kernel.so", "-lm")
         os.replace(f"{folder}/kernel.so", library)
     return library
