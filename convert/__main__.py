@@ -7,10 +7,10 @@ import argparse
 import importlib
 from pathlib import Path
 
-from mlx_dflash.checkpoint import is_draft_config, read_config
 from mlx_dflash.draft.gguf import ARCHITECTURES
-from mlx_dflash.gguf_file import gguf_architecture
-from mlx_dflash.hub import download_draft, draft_folder, local_path
+from mlx_dflash.files.gguf import gguf_architecture
+from mlx_dflash.files.hub import download_draft, draft_folder, local_path
+from mlx_dflash.files.safetensors import is_draft_config, read_config
 
 from . import convert_draft, convert_gguf, convert_target
 from .card import origin_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_dflash
-from mlx_dflash.card import card
+from mlx_dflash.files.card import card
 
 
 def write_card(folder: Path, name: str, origin: str, facts: dict[str, str]) -> None:

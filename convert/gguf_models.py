@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_dflash.gguf_file import GROUP_SIZE, GGUFFile
+from mlx_dflash.files.gguf import GROUP_SIZE, GGUFFile
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {

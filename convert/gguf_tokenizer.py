@@ -7,7 +7,7 @@ Source: the GGUF specification; pre-tokenizer names: llama.cpp's llama-vocab.cpp
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from mlx_dflash.gguf_file import GGUFFile
+from mlx_dflash.files.gguf import GGUFFile
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 

@@ -25,7 +25,7 @@ def target_tokenizer(target: str) -> Any:
     from mlx_lm.tokenizer_utils import load as load_tokenizer
     from mlx_lm.utils import _download
 
-    from mlx_dflash.hub import local_path
+    from mlx_dflash.files.hub import local_path
 
     if target == "demo":
         from mlx_dflash.demo import target_path

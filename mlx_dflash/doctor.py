@@ -17,10 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from .checkpoint import is_draft_config, read_config
 from .draft.config import DraftConfig
 from .draft.layouts import tap_numbering, zlab_layout
-from .hub import draft_folder, local_path
+from .files.hub import draft_folder, local_path
+from .files.safetensors import is_draft_config, read_config
 from .pairs import find_draft
 
 _ERRORS = (ValueError, TypeError, KeyError, OSError)
@@ -314,7 +314,7 @@ def _source(name: str, is_draft: bool) -> Source:
 def _hub_source(name: str) -> Source:
     from huggingface_hub import HfApi, hf_hub_download
 
-    from .hub import from_hub
+    from .files.hub import from_hub
 
     config = from_hub(name, lambda: hf_hub_download(name, "config.json"))
     try:

@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import checkpoint
 from .dice import Dice
 from .draft.config import DraftConfig
 from .draft.drafter import Drafter
@@ -21,8 +20,9 @@ from .draft.gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
 from .draft.layouts import zlab_layout
 from .draft.model import DraftModel
 from .draft.names import plain_names
-from .gguf_file import GGUFFile
-from .hub import download_draft, draft_folder, local_path
+from .files import safetensors as checkpoint
+from .files.gguf import GGUFFile
+from .files.hub import download_draft, draft_folder, local_path
 from .kernels import Kernels
 from .kernels.record import Record, default_path
 from .structure import Structure, check_layer_ids

@@ -8,9 +8,11 @@ import platform
 import time
 
 import mlx_dflash  # noqa: F401  loads a fast BLAS first
+
 import mlx.core as mx  # isort: skip
 import models
 from fixtures import OracleDrafter
+
 from mlx_dflash.dice import Dice
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target

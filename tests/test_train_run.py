@@ -16,9 +16,9 @@ from training import WORDS, data, fit, fit_arguments, losses, place  # noqa: F40
 
 from mlx_dflash import load, load_draft, stream_generate
 from mlx_dflash.structure import Structure
+from mlx_dflash.train import features
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.corpus import FORMAT, CorpusWriter, read_corpus
-from mlx_dflash.train import features
 from mlx_dflash.train.features import LessonStore, Teacher
 from mlx_dflash.train.replay import replay
 from mlx_dflash.train.trainer import Trainer

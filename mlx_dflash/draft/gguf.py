@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..gguf_file import GROUP_SIZE, GGUFFile
+from ..files.gguf import GROUP_SIZE, GGUFFile
 from .layouts import FULL, SLIDING
 from .names import plain_name
 

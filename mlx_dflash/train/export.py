@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 
 import mlx_dflash
 
-from ..card import card
 from ..draft.model import DraftModel
+from ..files.card import card
 from .files import replaced, save_arrays
 
 

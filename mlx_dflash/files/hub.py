@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import MASK_FILE, is_draft_config, read_config
+from .safetensors import MASK_FILE, is_draft_config, read_config
 
 
 def local_path(path_or_hf_repo: str) -> Path | None:
@@ -66,8 +66,8 @@ def from_hub(repo: str, download: Callable[[], Any]) -> Any:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
-        HFValidationError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,

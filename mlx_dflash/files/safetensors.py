@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .torch_file import read_torch_file
+from .torch_pickle import read_torch_file
 
 INDEX = "model.safetensors.index.json"
 MASK_FILE = "mask_embedding.pt"
