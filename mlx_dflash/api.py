@@ -15,13 +15,13 @@ from mlx_lm.generate import GenerationResponse as _MlxLmResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cache import KVQuantization
+from .caches.growing import KVQuantization
+from .caches.saved import draft_entries, make_prompt_cache
 from .dice import Dice, LogitsProcessor, Sampler
 from .draft.drafter import Drafter
 from .draft.model import DraftModel
 from .loading import check_pair
 from .pacing import Pace
-from .prompt_cache import draft_entries, make_prompt_cache
 from .session import Session
 from .stats import Stats
 from .target import Target

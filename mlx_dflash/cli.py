@@ -313,7 +313,7 @@ def _run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from .api import check_sizes, report, stream_generate
-    from .prompt_cache import load_prompt_cache
+    from .caches.saved import load_prompt_cache
 
     check_sizes(args.max_tokens, args.prefill_step_size)
     drafting = block_options(args)

@@ -175,7 +175,7 @@ def _check_target_class(config: dict[str, Any]) -> None:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import _get_classes
 
-    from . import rollback
+    from .caches import rollback
     from .target import Structure
 
     model_class, arguments = _get_classes(config)

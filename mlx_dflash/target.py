@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from . import rollback
-from .cache import KVQuantization
+from .caches import rollback
+from .caches.growing import KVQuantization
 from .kernels import Kernels
 from .structure import Structure, by_kernels, check_layer_ids, features_of, quantized_linears, shared_rotations, tapped
 

@@ -13,11 +13,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 import mlx_dflash
+from mlx_dflash.caches.rollback import lengths
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.config import DraftConfig
 from mlx_dflash.draft.drafter import Drafter
 from mlx_dflash.draft.model import DraftModel
-from mlx_dflash.rollback import lengths
 from mlx_dflash.session import Session
 from mlx_dflash.structure import Structure
 from mlx_dflash.target import Target

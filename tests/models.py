@@ -488,7 +488,7 @@ def families_table():
     """The README's table of targets, in Markdown: what the layers keep, how refused tokens leave it, which types."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from mlx_dflash import rollback
+    from mlx_dflash.caches import rollback
 
     names = {
         "KVCache": "rows",

@@ -8,7 +8,7 @@ from harness import Watch, make_draft
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
 import mlx_dflash
-from mlx_dflash.cache import GrowingKVCache, WindowedKVCache
+from mlx_dflash.caches.growing import GrowingKVCache, WindowedKVCache
 
 HEADS, SIZE = 2, 4
 

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_dflash import rollback
+from mlx_dflash.caches import rollback
 from mlx_dflash.dice import Dice
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target, probe

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from metal_emulator import Emulator, why_unavailable
 
-from mlx_dflash.cache import GrowingKVCache, WindowedKVCache
+from mlx_dflash.caches.growing import GrowingKVCache, WindowedKVCache
 from mlx_dflash.kernels import Kernels, choice, trial
 from mlx_dflash.kernels.attention import Keys, Sight
 from mlx_dflash.kernels.matmul import Quantized, multiply_ops

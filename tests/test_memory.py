@@ -9,7 +9,7 @@ from harness import Watch, draft_run, forced_drafter, make_draft, small_pair, to
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
-from mlx_dflash.cache import GrowingKVCache
+from mlx_dflash.caches.growing import GrowingKVCache
 
 
 def settled_memory():

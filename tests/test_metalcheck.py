@@ -8,7 +8,7 @@ import pytest
 from metal_emulator import Emulator, emulate, why_unavailable
 
 from mlx_dflash import metalcheck
-from mlx_dflash.cache import GrowingKVCache
+from mlx_dflash.caches.growing import GrowingKVCache
 from mlx_dflash.kernels import Kernels, Sight, choice, trial
 from mlx_dflash.kernels.record import Record
 

@@ -13,10 +13,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_dflash import rollback
-from mlx_dflash.cache import KVQuantization, WindowedKVCache
+from mlx_dflash.caches import rollback
+from mlx_dflash.caches.growing import KVQuantization, WindowedKVCache
+from mlx_dflash.caches.saved import load_prompt_cache, save_prompt_cache
 from mlx_dflash.dice import Dice
-from mlx_dflash.prompt_cache import load_prompt_cache, save_prompt_cache
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target
 

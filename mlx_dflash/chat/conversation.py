@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from ..api import GenerationResponse, stream_generate
-from ..prompt_cache import covers, load_prompt_cache, make_prompt_cache, save_prompt_cache, take_back
+from ..caches.saved import covers, load_prompt_cache, make_prompt_cache, save_prompt_cache, take_back
 from .settings import Settings
 
 CONVERSATION_KEY = "conversation"

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ..cache import GrowingKVCache, WindowedKVCache
+from ..caches.growing import GrowingKVCache, WindowedKVCache
 from ..kernels import Kernels, Sight
 from .config import DraftConfig
 from .conv import GroupedDynamicConv, convolve

@@ -15,8 +15,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.server import GenerationArguments, GenerationContext, Response, ResponseGenerator
 
 from ..api import stream_generate
+from ..caches.saved import covers, take_back
 from ..cli import block_options
-from ..prompt_cache import covers, take_back
 from ..stats import Stats
 from .errors import ApiError, ClientGone
 from .metrics import Metrics

@@ -5,9 +5,9 @@ from typing import Any
 
 from mlx_lm.server import ModelProvider
 
+from ..caches.saved import make_prompt_cache
 from ..cli import load_pair
 from ..loading import check_pair
-from ..prompt_cache import make_prompt_cache
 from ..structured import Grammars
 from ..target import Structure
 

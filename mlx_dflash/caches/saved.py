@@ -8,9 +8,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..draft.model import DraftModel
 from . import rollback
-from .cache import GrowingKVCache, WindowedKVCache
-from .draft.model import DraftModel
+from .growing import GrowingKVCache, WindowedKVCache
 
 load_prompt_cache = mlx_lm_cache.load_prompt_cache
 _STOCK = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}

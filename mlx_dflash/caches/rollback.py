@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .cache import GrowingKVCache, WindowedKVCache
+from .growing import GrowingKVCache, WindowedKVCache
 
 _ROW_CACHES = (GrowingKVCache, WindowedKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 # The recurrences of mlx-lm that can run again, and their arguments with one entry a token, on axis 1. Both return
