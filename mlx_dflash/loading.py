@@ -25,7 +25,7 @@ from .files.gguf import GGUFFile
 from .files.hub import download_draft, draft_folder, local_path
 from .kernels import Kernels
 from .kernels.record import Record, default_path
-from .structure import Structure, check_layer_ids
+from .models.structure import Structure, check_layer_ids
 from .target import Target, probe
 
 _REHEARSED_TOKENS = 8

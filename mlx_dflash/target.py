@@ -16,7 +16,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from .caches import rollback
 from .caches.growing import KVQuantization
 from .kernels import Kernels
-from .structure import Structure, by_kernels, check_layer_ids, features_of, quantized_linears, shared_rotations, tapped
+from .models.structure import (
+    Structure,
+    by_kernels,
+    check_layer_ids,
+    features_of,
+    quantized_linears,
+    shared_rotations,
+    tapped,
+)
 
 _PROBE = 4  # tokens
 _PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below

@@ -18,8 +18,8 @@ from mlx_dflash.dice import Dice
 from mlx_dflash.draft.config import DraftConfig
 from mlx_dflash.draft.drafter import Drafter
 from mlx_dflash.draft.model import DraftModel
+from mlx_dflash.models.structure import Structure
 from mlx_dflash.session import Session
-from mlx_dflash.structure import Structure
 from mlx_dflash.target import Target
 
 PROMPT = [5, 17, 3, 40, 8]

@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
 from mlx_dflash.kernels import Kernels
-from mlx_dflash.structure import Structure, by_kernels, shared_rotations, tapped
+from mlx_dflash.models.structure import Structure, by_kernels, shared_rotations, tapped
 from mlx_dflash.target import Target, probe
 
 

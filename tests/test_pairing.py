@@ -23,7 +23,7 @@ from mlx_lm.utils import quantize_model
 
 import mlx_dflash
 from mlx_dflash.loading import check_pair
-from mlx_dflash.structure import Structure
+from mlx_dflash.models.structure import Structure
 
 
 def load_changed(folder, config=None, weights=None, **options):

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.drafter import Drafter
-from mlx_dflash.structure import Structure
+from mlx_dflash.models.structure import Structure
 from mlx_dflash.target import Target
 
 LONG = np.random.RandomState(8).randint(0, 97, 61).tolist()

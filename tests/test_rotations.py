@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from fixtures import tiny_target
 
-from mlx_dflash.structure import shared_rotations
+from mlx_dflash.models.structure import shared_rotations
 from mlx_dflash.target import Target
 
 STOCK = mx.fast.rope

@@ -20,7 +20,7 @@ from harness import (
 import mlx_dflash
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.drafter import Drafter
-from mlx_dflash.structure import Structure
+from mlx_dflash.models.structure import Structure
 from mlx_dflash.target import Target
 
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)

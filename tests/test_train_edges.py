@@ -11,7 +11,7 @@ from fixtures import build_target, byte_tokenizer, plain_tokens, target_config, 
 from training import fit, place  # noqa: F401
 
 from mlx_dflash.draft.vocabulary import frequent
-from mlx_dflash.structure import Structure
+from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import fit as fit_module
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.answers import Style, batched_answers, can_batch

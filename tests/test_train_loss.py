@@ -12,7 +12,7 @@ from reference import reference_draft_logits
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.drafter import Drafter
 from mlx_dflash.loading import build_draft
-from mlx_dflash.structure import Structure
+from mlx_dflash.models.structure import Structure
 from mlx_dflash.train.features import Lesson
 from mlx_dflash.train.forward import block_logits
 from mlx_dflash.train.loss import Columns, Weighting, block_loss, slot_weights

@@ -15,7 +15,7 @@ from fixtures import plain_tokens
 from training import WORDS, data, fit, fit_arguments, losses, place  # noqa: F401
 
 from mlx_dflash import load, load_draft, stream_generate
-from mlx_dflash.structure import Structure
+from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import features
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.corpus import FORMAT, CorpusWriter, read_corpus

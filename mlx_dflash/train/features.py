@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..structure import Structure, features_of, tapped
+from ..models.structure import Structure, features_of, tapped
 from ..target import probe
 from .corpus import Sample
 from .files import write_whole

@@ -16,7 +16,7 @@ import numpy as np
 from ..draft.model import DraftModel
 from ..draft.vocabulary import frequent
 from ..loading import build_draft, check_pair, head_rows, load, local_draft, read_draft, unpacked
-from ..structure import Structure
+from ..models.structure import Structure
 from .corpus import read_header
 from .export import save_draft
 from .features import Teacher

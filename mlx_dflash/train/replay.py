@@ -12,8 +12,8 @@ from ..accept import accept
 from ..dice import Dice
 from ..draft.drafter import Drafter
 from ..draft.model import DraftModel
+from ..models.structure import Structure
 from ..stats import Stats
-from ..structure import Structure
 from .features import Lesson
 
 

@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write what is missing in the file."""
     from ..loading import load
-    from ..structure import Structure
+    from ..models.structure import Structure
 
     _check(args)
     style = Style(args.max_tokens, args.sampled_share, args.temp, args.top_p, args.seed)

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .kernels import Kernels, Keys, Quantized, Sight
+from ..kernels import Kernels, Keys, Quantized, Sight
 
 _EMBEDDING_NAMES = (
     "embed_tokens",
