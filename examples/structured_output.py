@@ -3,7 +3,7 @@
 import json
 
 from mlx_dflash import generate, load, load_draft
-from mlx_dflash.structured import Grammars
+from mlx_dflash.grammars import Grammars
 
 SCHEMA = {
     "type": "object",

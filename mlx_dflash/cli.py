@@ -229,7 +229,7 @@ def processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Cal
     """Makes the logits processors that --json-schema asks for, new ones for each run."""
     if not args.json_schema:
         return list
-    from .structured import Grammars
+    from .grammars import Grammars
     from .target import Structure
 
     text = args.json_schema

@@ -15,11 +15,11 @@ from mlx.utils import tree_flatten
 
 from .dice import Dice
 from .draft.config import DraftConfig
-from .draft.drafter import Drafter
 from .draft.gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
 from .draft.layouts import zlab_layout
 from .draft.model import DraftModel
 from .draft.names import plain_names
+from .drafter import Drafter
 from .files import safetensors as checkpoint
 from .files.gguf import GGUFFile
 from .files.hub import download_draft, draft_folder, local_path

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from .accept import Verdict, accept
 from .dice import Dice
-from .pacing import Pace
+from .pace import Pace
 from .stats import RoundClock, Stats
 from .target import Target
 

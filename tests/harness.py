@@ -16,8 +16,8 @@ import mlx_dflash
 from mlx_dflash.caches.rollback import lengths
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.config import DraftConfig
-from mlx_dflash.draft.drafter import Drafter
 from mlx_dflash.draft.model import DraftModel
+from mlx_dflash.drafter import Drafter
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target

@@ -16,7 +16,7 @@ from reference import reference_draft_logits
 
 import mlx_dflash
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 from mlx_dflash.files.safetensors import read_mask_embedding, read_safetensors, read_tensors
 from mlx_dflash.files.torch_pickle import read_torch_file
 from mlx_dflash.loading import check_pair

@@ -24,7 +24,7 @@ import mlx_dflash
 from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
 from mlx_dflash.draft.config import DraftConfig
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 NUM_CONTEXT = 12

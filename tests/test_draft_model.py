@@ -8,7 +8,7 @@ from reference import reference_context_kv, reference_draft_logits
 
 import mlx_dflash
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)

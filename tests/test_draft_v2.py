@@ -10,7 +10,7 @@ from reference_v2 import reference_v2_logits, reference_v2_walk
 import mlx_dflash
 from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VERSION_2 = {

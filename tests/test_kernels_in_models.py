@@ -12,7 +12,7 @@ from metal_emulator import Emulator, why_unavailable
 import mlx_dflash
 from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 from mlx_dflash.kernels import Kernels, Keys, Sight, choice, trial
 from mlx_dflash.kernels.record import Record
 from mlx_dflash.target import Target, by_kernels, quantized_linears

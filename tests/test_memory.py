@@ -39,14 +39,14 @@ def test_requests_of_any_length_leave_no_memory_behind():
 def test_the_same_request_again_gives_the_same_proposals(monkeypatch):
     model, draft = small_pair()
     made = []
-    original = mlx_dflash.draft.drafter.Drafter.propose
+    original = mlx_dflash.drafter.Drafter.propose
 
     def propose(self, anchor, num_drafts):
         drafts = original(self, anchor, num_drafts)
         made[-1].append(drafts.tolist())
         return drafts
 
-    monkeypatch.setattr("mlx_dflash.draft.drafter.Drafter.propose", propose)
+    monkeypatch.setattr("mlx_dflash.drafter.Drafter.propose", propose)
     runs = []
     for prompt in ([1, 2, 3], [4] * 20, [1, 2, 3]):
         made.append([])

@@ -7,7 +7,7 @@ import pytest
 from fixtures import byte_tokenizer, draft_config, draft_weights, save_draft, tiny_target
 
 import mlx_dflash
-from mlx_dflash.pacing import Pace
+from mlx_dflash.pace import Pace
 
 
 def run(pace, seconds, share, num_tokens=600, seed=0):

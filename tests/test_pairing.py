@@ -35,7 +35,7 @@ def load_changed(folder, config=None, weights=None, **options):
 def logits_of(draft, seed=3):
     """Draft logits behind five context rows, for comparing drafts."""
     from mlx_dflash.dice import Dice
-    from mlx_dflash.draft.drafter import Drafter
+    from mlx_dflash.drafter import Drafter
 
     rng = np.random.RandomState(seed)
     table = mx.array(rng.standard_normal((97, 32)).astype(np.float32))
@@ -252,7 +252,7 @@ def test_a_half_draft_guesses_like_its_float32_self(bits):
         )
     structure, found = Structure(model), []
     from mlx_dflash.dice import Dice
-    from mlx_dflash.draft.drafter import Drafter
+    from mlx_dflash.drafter import Drafter
     from mlx_dflash.target import Target
 
     for dtype in (mx.float32, mx.bfloat16):

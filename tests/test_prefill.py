@@ -8,7 +8,7 @@ from harness import ROUNDING, Watch, assert_same_caches, draft_run, fresh_caches
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.target import Target
 

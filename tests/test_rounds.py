@@ -19,7 +19,7 @@ from harness import (
 
 import mlx_dflash
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.target import Target
 

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_sampler
 
 pytest.importorskip("llguidance")
 from mlx_dflash.api import generate
-from mlx_dflash.structured import Grammars
+from mlx_dflash.grammars import Grammars
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from reference import reference_draft_logits
 
 from mlx_dflash.dice import Dice
-from mlx_dflash.draft.drafter import Drafter
+from mlx_dflash.drafter import Drafter
 from mlx_dflash.loading import build_draft
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.train.features import Lesson

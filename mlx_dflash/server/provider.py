@@ -7,8 +7,8 @@ from mlx_lm.server import ModelProvider
 
 from ..caches.saved import make_prompt_cache
 from ..cli import load_pair
+from ..grammars import Grammars
 from ..loading import check_pair
-from ..structured import Grammars
 from ..target import Structure
 
 

@@ -7,8 +7,8 @@ and differs from its inference only in where context and block K/V lie.
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..draft.drafter import Drafter
 from ..draft.model import Attention, DraftLayer
+from ..drafter import Drafter
 
 
 def block_logits(

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from ..accept import accept
 from ..dice import Dice
-from ..draft.drafter import Drafter
 from ..draft.model import DraftModel
+from ..drafter import Drafter
 from ..models.structure import Structure
 from ..stats import Stats
 from .features import Lesson

@@ -13,8 +13,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..dice import Dice
-from ..draft.drafter import Drafter
 from ..draft.model import DraftModel
+from ..drafter import Drafter
 from .features import Lesson
 from .forward import block_logits
 from .loss import Columns, Weighting, block_loss, slot_weights

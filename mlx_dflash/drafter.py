@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..dice import Dice
-from .model import ContextCache, DraftModel
-from .selector import best
+from .dice import Dice
+from .draft.model import ContextCache, DraftModel
+from .draft.selector import best
 
 # Rows that a pause collects: enough to read the projections' weights seldom, few enough to catch up at once.
 _MOST_WAITING = 16
