@@ -7,7 +7,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from mlx_dflash.draft.gguf import ARCHITECTURES
+from mlx_dflash.checkpoints.gguf import ARCHITECTURES
 from mlx_dflash.files.gguf import gguf_architecture
 from mlx_dflash.files.hub import download_draft, draft_folder, local_path
 from mlx_dflash.files.safetensors import is_draft_config, read_config
@@ -131,8 +131,8 @@ def reduced_vocabulary(options: argparse.Namespace, source: Path) -> list[int] |
         return None
     if options.target is None:
         raise ValueError("--draft-vocab needs --target, whose tokenizer says which tokens are special")
+    from mlx_dflash.checkpoints.drafts import read_draft
     from mlx_dflash.draft.config import DraftConfig
-    from mlx_dflash.loading import read_draft
 
     from .vocabulary import frequent_tokens, target_tokenizer
 

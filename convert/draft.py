@@ -12,8 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+from mlx_dflash.checkpoints.drafts import build_draft, read_draft, unpacked
 from mlx_dflash.draft.model import DraftModel
-from mlx_dflash.loading import build_draft, read_draft, unpacked
 
 from .card import write_card
 from .output import cast, new_folder, refuse_existing, write_config, write_weights

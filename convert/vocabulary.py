@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_dflash.draft.vocabulary import frequent
+from mlx_dflash.checkpoints.vocabulary import frequent
 
 
 def frequent_tokens(tokenizer: Any, size: int, vocab_size: int, text: str | None = None) -> list[int]:

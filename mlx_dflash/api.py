@@ -17,10 +17,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .caches.growing import KVQuantization
 from .caches.saved import draft_entries, make_prompt_cache
+from .checkpoints.drafts import check_pair
 from .dice import Dice, LogitsProcessor, Sampler
 from .draft.model import DraftModel
 from .drafter import Drafter
-from .loading import check_pair
 from .pace import Pace
 from .session import Session
 from .stats import Stats

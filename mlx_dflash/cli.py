@@ -141,8 +141,8 @@ def user_errors() -> Iterator[None]:
 
 def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
     """Load what --model and --draft-model name. Returns (model, tokenizer, draft or None)."""
-    from .loading import load, load_draft
-    from .pairs import find_draft
+    from .checkpoints.drafts import load, load_draft
+    from .checkpoints.known_pairs import find_draft
 
     name = args.model or (metadata or {}).get("model") or "demo"
     draft_name = args.draft_model or find_draft(name)

@@ -17,11 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from .checkpoints.known_pairs import find_draft
+from .checkpoints.layouts import tap_numbering, zlab_layout
 from .draft.config import DraftConfig
-from .draft.layouts import tap_numbering, zlab_layout
 from .files.hub import draft_folder, local_path
 from .files.safetensors import is_draft_config, read_config
-from .pairs import find_draft
 
 _ERRORS = (ValueError, TypeError, KeyError, OSError)
 
@@ -210,7 +210,7 @@ def _draft(report: Report, name: str) -> tuple[Source, DraftConfig] | None:
             )
             return None
         if source.path is not None:
-            from .loading import build_draft, read_draft
+            from .checkpoints.drafts import build_draft, read_draft
 
             config = build_draft(*read_draft(source.path), source.path).config
         else:
@@ -300,7 +300,7 @@ def _source(name: str, is_draft: bool) -> Source:
             raise ValueError(
                 f"a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER"
             )
-        from .loading import read_draft
+        from .checkpoints.drafts import read_draft
 
         files = [path] if path.is_file() else list(path.glob("*.gguf"))
         return Source(name, path, read_draft(path)[0], sum(file.stat().st_size for file in files))

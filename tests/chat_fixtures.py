@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from fixtures import build_target, byte_tokenizer, draft_config, draft_weights, save_draft, save_target, target_config
 
-from mlx_dflash.loading import load_draft
+from mlx_dflash.checkpoints.drafts import load_draft
 
 EOS_ID = 257
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"

@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import mlx_dflash.train.__main__ as train
-from mlx_dflash import benchmark, loading
+from mlx_dflash import benchmark
 from mlx_dflash.chart import plot
+from mlx_dflash.checkpoints import drafts as loading
 
 SETUP = {"model": "m", "prompts": 2, "repeat": 1, "temp": 0.0, "device": "cpu", "mlx": "0.32"}
 DRAFTED = {"runs": 2, "tokens_per_second": 9.0, "acceptance_length": 2.0, "histogram": [3, 0, 1]}

@@ -11,7 +11,7 @@ from mlx_dflash.api import open_session
 from mlx_dflash.caches.saved import make_prompt_cache
 from mlx_dflash.chat.conversation import Conversation
 from mlx_dflash.chat.settings import Settings
-from mlx_dflash.loading import load_draft
+from mlx_dflash.checkpoints.drafts import load_draft
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):

@@ -15,11 +15,11 @@ from fixtures import draft_config, draft_inputs, draft_weights, save_draft, tiny
 from reference import reference_draft_logits
 
 import mlx_dflash
+from mlx_dflash.checkpoints.drafts import check_pair
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from mlx_dflash.files.safetensors import read_mask_embedding, read_safetensors, read_tensors
 from mlx_dflash.files.torch_pickle import read_torch_file
-from mlx_dflash.loading import check_pair
 
 
 class TorchTensor:

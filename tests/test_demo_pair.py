@@ -10,7 +10,7 @@ from fixtures import needs_demo
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_dflash
-from mlx_dflash.loading import read_draft
+from mlx_dflash.checkpoints.drafts import read_draft
 
 pytestmark = needs_demo
 QUESTIONS = ["Write a Python function that reverses a string.", "What is 12 + 30? Explain each step."]

@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import quantize_model
 
 import mlx_dflash
-from mlx_dflash.loading import check_pair
+from mlx_dflash.checkpoints.drafts import check_pair
 from mlx_dflash.models.structure import Structure
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_dflash.pairs import PAIRS, find_draft
+from mlx_dflash.checkpoints.known_pairs import PAIRS, find_draft
 
 NAMES = {
     "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",

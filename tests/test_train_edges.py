@@ -10,7 +10,7 @@ import pytest
 from fixtures import build_target, byte_tokenizer, plain_tokens, target_config, tiny_target
 from training import fit, place  # noqa: F401
 
-from mlx_dflash.draft.vocabulary import frequent
+from mlx_dflash.checkpoints.vocabulary import frequent
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import fit as fit_module
 from mlx_dflash.train.__main__ import main

@@ -9,9 +9,9 @@ from fixtures import draft_config, draft_weights, tiny_target
 from mlx.utils import tree_flatten
 from reference import reference_draft_logits
 
+from mlx_dflash.checkpoints.drafts import build_draft
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
-from mlx_dflash.loading import build_draft
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.train.features import Lesson
 from mlx_dflash.train.forward import block_logits

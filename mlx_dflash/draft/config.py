@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from .layouts import ARCHITECTURES, FULL, SLIDING, VERSION_2_KEYS, zlab_layout
+from ..checkpoints.layouts import ARCHITECTURES, FULL, SLIDING, VERSION_2_KEYS, zlab_layout
 
 
 class _Reader:

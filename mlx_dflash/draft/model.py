@@ -13,10 +13,10 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ..caches.growing import GrowingKVCache, WindowedKVCache
+from ..checkpoints.layouts import SLIDING
 from ..kernels import Kernels, Sight
 from .config import DraftConfig
 from .conv import GroupedDynamicConv, convolve
-from .layouts import SLIDING
 from .rope import make_rope
 from .selector import CandidateSelector
 

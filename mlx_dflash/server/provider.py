@@ -6,9 +6,9 @@ from typing import Any
 from mlx_lm.server import ModelProvider
 
 from ..caches.saved import make_prompt_cache
+from ..checkpoints.drafts import check_pair
 from ..cli import load_pair
 from ..grammars import Grammars
-from ..loading import check_pair
 from ..target import Structure
 
 

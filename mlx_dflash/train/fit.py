@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..checkpoints.drafts import build_draft, check_pair, head_rows, load, local_draft, read_draft, unpacked
+from ..checkpoints.vocabulary import frequent
 from ..draft.model import DraftModel
-from ..draft.vocabulary import frequent
-from ..loading import build_draft, check_pair, head_rows, load, local_draft, read_draft, unpacked
 from ..models.structure import Structure
 from .corpus import read_header
 from .export import save_draft

@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write what is missing in the file."""
-    from ..loading import load
+    from ..checkpoints.drafts import load
     from ..models.structure import Structure
 
     _check(args)
@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
     """How the target answers: many prompts at a time if it can, or one by one."""
-    from ..loading import check_pair, load_draft
+    from ..checkpoints.drafts import check_pair, load_draft
 
     if can_batch(model):
         if args.draft_model:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from .. import benchmark
     from ..api import stream_generate
     from ..chart import check_plot, plot
-    from ..loading import load, load_draft
+    from ..checkpoints.drafts import load, load_draft
 
     if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts is not None and args.num_prompts < 1):
         raise ValueError(

@@ -13,20 +13,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .dice import Dice
-from .draft.config import DraftConfig
-from .draft.gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
-from .draft.layouts import zlab_layout
-from .draft.model import DraftModel
-from .draft.names import plain_names
-from .drafter import Drafter
-from .files import safetensors as checkpoint
-from .files.gguf import GGUFFile
-from .files.hub import download_draft, draft_folder, local_path
-from .kernels import Kernels
-from .kernels.record import Record, default_path
-from .models.structure import Structure, check_layer_ids
-from .target import Target, probe
+from ..dice import Dice
+from ..draft.config import DraftConfig
+from ..draft.model import DraftModel
+from ..drafter import Drafter
+from ..files import safetensors as checkpoint
+from ..files.gguf import GGUFFile
+from ..files.hub import download_draft, draft_folder, local_path
+from ..kernels import Kernels
+from ..kernels.record import Record, default_path
+from ..models.structure import Structure, check_layer_ids
+from ..target import Target, probe
+from .gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
+from .layouts import zlab_layout
+from .names import plain_names
 
 _REHEARSED_TOKENS = 8
 
@@ -238,7 +238,7 @@ def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.ar
 
 
 def _demo(part: str) -> Path:
-    from . import demo
+    from .. import demo
 
     return getattr(demo, part)()
 
