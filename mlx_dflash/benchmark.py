@@ -26,7 +26,7 @@ from mlx_lm.sample_utils import make_sampler
 from .api import stream_generate
 from .chart import check_plot, plot
 from .checkpoints.drafts import load, load_draft
-from .cli import block_size
+from .commands.flags import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"

@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 
 from .api import generate
-from .cli import main
+from .commands.flags import main
 
 
 class _FunctionModule(ModuleType):

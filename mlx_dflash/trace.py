@@ -11,7 +11,7 @@ from itertools import islice
 
 import mlx.core as mx
 
-from .cli import (
+from .commands.flags import (
     add_model_flags,
     add_prompt_flags,
     add_sampling_flags,

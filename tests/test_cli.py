@@ -19,7 +19,8 @@ from fixtures import (
 )
 
 import mlx_dflash
-from mlx_dflash import cli, trace
+from mlx_dflash import trace
+from mlx_dflash.commands import flags as cli
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_wrong_grammars_are_refused(grammars, kind, text):
 
 
 def test_schema_on_the_command_line(tmp_path, monkeypatch, capsys):
-    from mlx_dflash import cli
+    from mlx_dflash.commands import flags as cli
 
     target, draft = save_pair(tmp_path)
     (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [6, 66]}, "minItems": 2, "maxItems": 3}')

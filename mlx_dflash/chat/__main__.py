@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..cli import add_model_flags, block_options, load_pair, user_errors
+from ..commands.flags import add_model_flags, block_options, load_pair, user_errors
 from .settings import Settings
 
 

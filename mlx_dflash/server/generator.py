@@ -16,7 +16,7 @@ from mlx_lm.server import GenerationArguments, GenerationContext, Response, Resp
 
 from ..api import stream_generate
 from ..caches.saved import covers, take_back
-from ..cli import block_options
+from ..commands.flags import block_options
 from ..stats import Stats
 from .errors import ApiError, ClientGone
 from .metrics import Metrics

@@ -7,7 +7,7 @@ from mlx_lm.server import ModelProvider
 
 from ..caches.saved import make_prompt_cache
 from ..checkpoints.drafts import check_pair
-from ..cli import load_pair
+from ..commands.flags import load_pair
 from ..grammars import Grammars
 from ..target import Structure
 

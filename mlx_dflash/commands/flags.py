@@ -141,8 +141,8 @@ def user_errors() -> Iterator[None]:
 
 def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
     """Load what --model and --draft-model name. Returns (model, tokenizer, draft or None)."""
-    from .checkpoints.drafts import load, load_draft
-    from .checkpoints.known_pairs import find_draft
+    from ..checkpoints.drafts import load, load_draft
+    from ..checkpoints.known_pairs import find_draft
 
     name = args.model or (metadata or {}).get("model") or "demo"
     draft_name = args.draft_model or find_draft(name)
@@ -229,8 +229,8 @@ def processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Cal
     """Makes the logits processors that --json-schema asks for, new ones for each run."""
     if not args.json_schema:
         return list
-    from .grammars import Grammars
-    from .target import Structure
+    from ..grammars import Grammars
+    from ..target import Structure
 
     text = args.json_schema
     if not text.lstrip().startswith(("{", "true", "false")):
@@ -312,8 +312,8 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from .api import check_sizes, report, stream_generate
-    from .caches.saved import load_prompt_cache
+    from ..api import check_sizes, report, stream_generate
+    from ..caches.saved import load_prompt_cache
 
     check_sizes(args.max_tokens, args.prefill_step_size)
     drafting = block_options(args)
