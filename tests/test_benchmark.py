@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_dflash import benchmark
+from mlx_dflash.benchmark import __main__ as benchmark
 
 TINY = ["--constructed", "0.8", "--shape", "tiny", "--max-tokens", "12", "--num-prompts", "2", "--repeat", "2"]
 

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import mlx_dflash.train.__main__ as train
-from mlx_dflash import benchmark
-from mlx_dflash.chart import plot
+from mlx_dflash.benchmark import __main__ as benchmark
+from mlx_dflash.benchmark.figure import plot
 from mlx_dflash.checkpoints import drafts as loading
 
 SETUP = {"model": "m", "prompts": 2, "repeat": 1, "temp": 0.0, "device": "cpu", "mlx": "0.32"}

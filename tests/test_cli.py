@@ -19,8 +19,8 @@ from fixtures import (
 )
 
 import mlx_dflash
-from mlx_dflash import trace
 from mlx_dflash.commands import flags as cli
+from mlx_dflash.trace import __main__ as trace
 
 
 @pytest.fixture(scope="module")

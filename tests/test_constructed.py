@@ -4,7 +4,7 @@ import mlx_lm
 import pytest
 
 import mlx_dflash
-from mlx_dflash.constructed import SHAPES, ConstructedPair, expected_acceptance_length
+from mlx_dflash.benchmark.constructed import SHAPES, ConstructedPair, expected_acceptance_length
 
 PAIR = ConstructedPair(SHAPES["tiny"])
 

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from chat_fixtures import save_pair
 
-from mlx_dflash.picture import draw, page
-from mlx_dflash.trace import Moment, main
+from mlx_dflash.trace.__main__ import Moment, main
+from mlx_dflash.trace.drawing import draw, page
 
 WALK = [
     Moment(0, [], 5, 0, 10, 6, 5, 5, None),

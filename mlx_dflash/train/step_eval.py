@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> None:
     import mlx_lm
     from mlx_lm.sample_utils import make_sampler
 
-    from .. import benchmark
     from ..api import stream_generate
-    from ..chart import check_plot, plot
+    from ..benchmark import __main__ as benchmark
+    from ..benchmark.figure import check_plot, plot
     from ..checkpoints.drafts import load, load_draft
 
     if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts is not None and args.num_prompts < 1):
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _cases(args: argparse.Namespace, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    from ..benchmark import PROMPTS
+    from ..benchmark.__main__ import PROMPTS
     from .prompts import read_prompts
 
     prompts = read_prompts(args.prompts or PROMPTS, tokenizer)

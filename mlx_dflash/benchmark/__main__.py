@@ -23,11 +23,11 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
-from .api import stream_generate
-from .chart import check_plot, plot
-from .checkpoints.drafts import load, load_draft
-from .commands.flags import block_size
+from ..api import stream_generate
+from ..checkpoints.drafts import load, load_draft
+from ..commands.flags import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
+from .figure import check_plot, plot
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 PLAIN = "mlx-lm"

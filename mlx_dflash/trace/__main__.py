@@ -11,7 +11,7 @@ from itertools import islice
 
 import mlx.core as mx
 
-from .commands.flags import (
+from ..commands.flags import (
     add_model_flags,
     add_prompt_flags,
     add_sampling_flags,
@@ -21,7 +21,7 @@ from .commands.flags import (
     sampler_from,
     user_errors,
 )
-from .session import Session
+from ..session import Session
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from .api import open_session
+    from ..api import open_session
 
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _draw(args: argparse.Namespace, moments: list[Moment], notes: list[str], prompt_length: int, tokenizer) -> None:
     """Write the pictures that were asked for."""
-    from .picture import draw, page
+    from .drawing import draw, page
 
     def show(token: int) -> str:
         return tokenizer.decode([token])
