@@ -8,8 +8,8 @@ from fixtures import CHAT_TEMPLATE, EOS_ID, byte_tokenizer, needs_demo
 
 from mlx_dflash.train import step_data
 from mlx_dflash.train.__main__ import main
-from mlx_dflash.train.corpus import Sample, read_corpus
-from mlx_dflash.train.own_prompts import OwnPrompts
+from mlx_dflash.train.text.corpus import Sample, read_corpus
+from mlx_dflash.train.text.own_prompts import OwnPrompts
 
 
 def target_that_says(*turns):

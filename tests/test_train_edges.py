@@ -14,12 +14,12 @@ from mlx_dflash.checkpoints.vocabulary import frequent
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import fit as fit_module
 from mlx_dflash.train.__main__ import main
-from mlx_dflash.train.answers import Style, batched_answers, can_batch
-from mlx_dflash.train.corpus import FORMAT, CorpusWriter, Sample, read_corpus
 from mlx_dflash.train.files import open_alone
-from mlx_dflash.train.material import order_of_visit, read_material, unused_token
-from mlx_dflash.train.prompts import Prompt, read_prompts, read_texts
-from mlx_dflash.train.shape import SIZES, draft_config
+from mlx_dflash.train.new_draft import SIZES, draft_config
+from mlx_dflash.train.samples import order_of_visit, read_material, unused_token
+from mlx_dflash.train.text.answers import Style, batched_answers, can_batch
+from mlx_dflash.train.text.corpus import FORMAT, CorpusWriter, Sample, read_corpus
+from mlx_dflash.train.text.prompts import Prompt, read_prompts, read_texts
 from mlx_dflash.train.trainer import Trainer
 
 

@@ -13,8 +13,8 @@ from mlx_dflash.checkpoints.drafts import build_draft
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from mlx_dflash.models.structure import Structure
-from mlx_dflash.train.features import Lesson
 from mlx_dflash.train.forward import block_logits
+from mlx_dflash.train.lessons import Lesson
 from mlx_dflash.train.loss import Columns, Weighting, block_loss, slot_weights
 from mlx_dflash.train.trainer import Head, Recipe, Trainer
 

@@ -16,11 +16,11 @@ from training import WORDS, data, fit, fit_arguments, losses, place  # noqa: F40
 
 from mlx_dflash import load, load_draft, stream_generate
 from mlx_dflash.models.structure import Structure
-from mlx_dflash.train import features
+from mlx_dflash.train import lessons as features
 from mlx_dflash.train.__main__ import main
-from mlx_dflash.train.corpus import FORMAT, CorpusWriter, read_corpus
-from mlx_dflash.train.features import LessonStore, Teacher
+from mlx_dflash.train.lessons import LessonStore, Teacher
 from mlx_dflash.train.replay import replay
+from mlx_dflash.train.text.corpus import FORMAT, CorpusWriter, read_corpus
 from mlx_dflash.train.trainer import Trainer
 
 
@@ -163,7 +163,7 @@ def test_killed_run_loses_at_most_what_came_after_the_last_checkpoint(place, tmp
         for line in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
         if "loss" in line
     ]
-    from mlx_dflash.train.run import RunFolder
+    from mlx_dflash.train.folder import RunFolder
 
     run = RunFolder(tmp_path / "run", json.loads((tmp_path / "run" / "run.json").read_text()))
     _, found = run.load()
@@ -318,7 +318,7 @@ def test_lessons_hold_what_the_target_says_after_each_row_however_long_the_text(
 
 
 def test_top_tokens_are_the_greatest_logits():
-    from mlx_dflash.train.features import _greatest
+    from mlx_dflash.train.lessons import _greatest
 
     for vocab_size in (97, 2048, 5000):
         logits = np.random.default_rng(0).standard_normal((7, vocab_size)).astype(np.float32)

@@ -17,14 +17,14 @@ from ..checkpoints.drafts import build_draft, check_pair, head_rows, load, local
 from ..checkpoints.vocabulary import frequent
 from ..draft.model import DraftModel
 from ..models.structure import Structure
-from .corpus import read_header
 from .export import save_draft
-from .features import Teacher
+from .folder import RunFolder
+from .lessons import Teacher
 from .loss import Columns, Weighting
-from .material import FreshLessons, order_of_visit, read_material, stored_lessons, unused_token
+from .new_draft import SIZES, draft_config, initialize
 from .replay import replay
-from .run import RunFolder
-from .shape import SIZES, draft_config, initialize
+from .samples import FreshLessons, order_of_visit, read_material, stored_lessons, unused_token
+from .text.corpus import read_header
 from .trainer import Head, Recipe, Trainer
 
 Bar = Callable[[int, str, str], Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from .features import Lesson
+from .lessons import Lesson
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..draft.model import DraftModel
 from ..drafter import Drafter
 from ..models.structure import Structure
 from ..stats import Stats
-from .features import Lesson
+from .lessons import Lesson
 
 
 def replay(draft: DraftModel, structure: Structure, lessons: Sequence[Lesson], max_tokens: int) -> Stats:

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from .answers import Style, batched_answers, can_batch, single_answers
-from .corpus import CorpusWriter, Sample
-from .own_prompts import Answers, OwnPrompts
-from .prompts import Prompt, read_prompts, read_texts
+from .text.answers import Style, batched_answers, can_batch, single_answers
+from .text.corpus import CorpusWriter, Sample
+from .text.own_prompts import Answers, OwnPrompts
+from .text.prompts import Prompt, read_prompts, read_texts
 
 _DEFAULTS = {
     "max_tokens": 256,

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from .loss import Weighting
-from .shape import SIZES
+from .new_draft import SIZES
 from .trainer import Recipe
 
 

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..dice import Dice
 from ..draft.model import DraftModel
 from ..drafter import Drafter
-from .features import Lesson
 from .forward import block_logits
+from .lessons import Lesson
 from .loss import Columns, Weighting, block_loss, slot_weights
 
 _FINAL_SHARE = 0.1  # of the learning rate, at the last update

@@ -14,7 +14,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from ..api import stream_generate
+from ...api import stream_generate
 from .corpus import Sample
 from .prompts import Prompt
 

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..models.structure import Structure, features_of, tapped
 from ..target import probe
-from .corpus import Sample
 from .files import write_whole
+from .text.corpus import Sample
 
 TOP = 8  # tokens of the target's distribution that are kept
 _STEP = 512  # tokens of a pass: bounds the logits that exist at a time

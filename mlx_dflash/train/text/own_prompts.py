@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 from jinja2.exceptions import TemplateError
 
+from ..files import open_alone
 from .answers import Style
 from .corpus import Sample
-from .files import open_alone
 from .prompts import Prompt, read_prompts
 
 _MOST_TOKENS = 128  # of a prompt; longer ones are given up

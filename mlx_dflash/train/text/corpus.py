@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import open_alone, refuse_other
+from ..files import open_alone, refuse_other
 
 FORMAT = "mlx_dflash training text 1"
 

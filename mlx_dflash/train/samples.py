@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from .corpus import Sample, read_corpus, read_header
-from .features import Lesson, LessonStore, Teacher
+from .lessons import Lesson, LessonStore, Teacher
+from .text.corpus import Sample, read_corpus, read_header
 
 
 class Lessons(Protocol):
