@@ -5,23 +5,46 @@ Nothing heavy is imported before it is used.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
+from ._version import __version__ as __version__
 from .blas import load_blas
 
 load_blas()
 
+if TYPE_CHECKING:
+    from .api import GenerationResponse, generate, open_session, stream_generate
+    from .caches.saved import load_prompt_cache, make_prompt_cache, save_prompt_cache
+    from .checkpoints.drafts import load, load_draft
+    from .grammars import Grammars
+    from .session import Session
+
 _HOME = {
-    "load": "loading",
-    "load_draft": "loading",
-    "generate": "api",
-    "stream_generate": "api",
     "GenerationResponse": "api",
-    "make_prompt_cache": "prompt_cache",
-    "save_prompt_cache": "prompt_cache",
-    "load_prompt_cache": "prompt_cache",
+    "Grammars": "grammars",
+    "Session": "session",
+    "generate": "api",
+    "load": "checkpoints.drafts",
+    "load_draft": "checkpoints.drafts",
+    "load_prompt_cache": "caches.saved",
+    "make_prompt_cache": "caches.saved",
+    "open_session": "api",
+    "save_prompt_cache": "caches.saved",
+    "stream_generate": "api",
 }
-__all__ = sorted(_HOME)
-__version__ = "0.1.0"
+__all__ = [
+    "GenerationResponse",
+    "Grammars",
+    "Session",
+    "generate",
+    "load",
+    "load_draft",
+    "load_prompt_cache",
+    "make_prompt_cache",
+    "open_session",
+    "save_prompt_cache",
+    "stream_generate",
+]
 
 
 def __getattr__(name: str):

@@ -1,0 +1,193 @@
+"""The command lines as a user sees them: text on stdout, everything else on stderr, clear errors, exit codes."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from support.fixtures import (
+    BYTE_VOCAB_SIZE,
+    CHAT_TEMPLATE,
+    byte_tokenizer,
+    draft_config,
+    draft_weights,
+    save_draft,
+    save_target,
+    target_config,
+    tiny_target,
+)
+
+import mlx_dflash
+from mlx_dflash.commands import flags as cli
+from mlx_dflash.trace import __main__ as trace
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    size = dict(vocab_size=BYTE_VOCAB_SIZE)
+    tokenizer = byte_tokenizer(chat_template=CHAT_TEMPLATE)
+    save_target(folder / "target", tiny_target(**size), target_config(**size), tokenizer)
+    config = draft_config(**size)
+    save_draft(folder / "draft", config, draft_weights(config))
+    return ["--model", str(folder / "target"), "--draft-model", str(folder / "draft")]
+
+
+def run(monkeypatch, main, *arguments, stdin=""):
+    """Run a command in this process; return its exit status."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    try:
+        main()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def plain_text(pair, prompt, max_tokens):
+    model, tokenizer = mlx_dflash.load(pair[1])
+    return mlx_dflash.generate(model, tokenizer, prompt, max_tokens=max_tokens)
+
+
+def test_stdout_is_the_text_and_nothing_else(monkeypatch, capfd, pair):
+    assert run(monkeypatch, cli.main, *pair, "-p", "hi", "--stats", "-m", 20) == 0
+    out, err = capfd.readouterr()
+    assert out == plain_text(pair, "user: hi\nassistant: ", 20) + "\n"
+    assert "acceptance length" in err and "tokens-per-sec" in err
+
+
+@pytest.mark.parametrize("how", ["stdin", "file"])
+def test_prompt_from_elsewhere(monkeypatch, capfd, pair, tmp_path, how):
+    (tmp_path / "prompt.txt").write_text("a\nb")
+    source = ("-p", "-") if how == "stdin" else ("--prompt-file", tmp_path / "prompt.txt")
+    assert run(monkeypatch, cli.main, *pair, *source, "-m", 8, stdin="a\nb") == 0
+    assert capfd.readouterr().out == plain_text(pair, "user: a\nb\nassistant: ", 8) + "\n"
+
+
+def test_flags_reach_the_template(monkeypatch, capfd, pair):
+    flags = ("--system-prompt", "be", "--prefill-response", "So")
+    assert run(monkeypatch, cli.main, *pair, "-p", "x", *flags, "-m", 8) == 0
+    out = capfd.readouterr().out
+    assert out == plain_text(pair, "system: be\nuser: x\nassistant: So", 8) + "\n"
+    assert run(monkeypatch, cli.main, *pair, "-p", "x", "--ignore-chat-template", "-m", 8) == 0
+    assert capfd.readouterr().out == plain_text(pair, "x", 8) + "\n"
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temp", 0.9), ("--temp", 1, "--top-k", 5, "--xtc-probability", 0.5)])
+def test_compare_finds_the_same_tokens(monkeypatch, capfd, pair, sampling):
+    assert run(monkeypatch, cli.main, *pair, "-p", "hi", "-m", 30, "--compare", *sampling) == 0
+    assert "the same tokens as plain mlx-lm" in capfd.readouterr().err
+
+
+def test_compare_tells_a_difference(monkeypatch, capfd, pair):
+    class Response:
+        def __init__(self, token):
+            self.token = token
+
+    assert not cli.compare(iter(map(Response, [1, 2, 3])), [1, 5, 3], 1.0)
+    assert "from token 1 on" in capfd.readouterr().err
+    assert not cli.compare(iter(map(Response, [1, 2])), [1, 2, 3], 1.0)
+    assert "from token 2 on" in capfd.readouterr().err
+
+
+def test_seed_repeats_and_differs(monkeypatch, capfd, pair):
+    texts = []
+    for seed in (1, 1, 2):
+        assert run(monkeypatch, cli.main, *pair, "-p", "hi", "-m", 30, "--temp", 1, "--seed", seed) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompt_cache_file_continues(monkeypatch, capfd, pair, tmp_path):
+    model, tokenizer = mlx_dflash.load(pair[1])
+    draft = mlx_dflash.load_draft(pair[3])
+    cache = mlx_dflash.make_prompt_cache(model, draft)
+    first = "user: one\nassistant: "
+    mlx_dflash.generate(model, tokenizer, first, draft_model=draft, prompt_cache=cache, max_tokens=12)
+    mlx_dflash.save_prompt_cache(str(tmp_path / "c.safetensors"), cache, {"model": pair[1]})
+    flags = ("--prompt-cache-file", tmp_path / "c.safetensors", "-p", "two", "-m", 8)
+    assert run(monkeypatch, cli.main, "--draft-model", pair[3], *flags) == 0
+    expected = mlx_dflash.generate(
+        model, tokenizer, "two\nassistant: ", draft_model=draft, prompt_cache=cache, max_tokens=8
+    )
+    assert capfd.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (("-m", 0), "max_tokens must be positive"),
+        (("--block-size", 99), "block_size must be 1 to 6"),
+        (("--block-size", 2, "--num-draft-tokens", 3), "not both"),
+        (("--prompt-file", "/no/such/file"), "No such file"),
+        (("--model", "/no/such/folder"), "no folder"),
+        (("--draft-model", "none", "--block-size", 2), "need a draft"),
+        (("--draft-model", "none", "--compare"), "--compare needs a draft"),
+        (("--extra-eos-token", "nonsense"), "nonsense"),
+    ],
+)
+def test_mistakes_are_one_line(monkeypatch, capfd, pair, flags, says):
+    assert run(monkeypatch, cli.main, *pair, *flags) == 2
+    out, err = capfd.readouterr()
+    assert says in err and err.count("\n") == 1 and not out
+
+
+def test_target_without_a_draft_asks_for_one(monkeypatch, capfd, pair):
+    assert run(monkeypatch, cli.main, *pair[:2]) == 2
+    assert "--draft-model" in capfd.readouterr().err
+
+
+def test_swapped_roles_are_said(monkeypatch, capfd, pair):
+    assert run(monkeypatch, cli.main, "--model", pair[3], "--draft-model", pair[3]) == 2
+    assert "holds a DFlash draft, not a target" in capfd.readouterr().err
+    assert run(monkeypatch, cli.main, "--model", pair[1], "--draft-model", pair[1]) == 2
+    assert "not a DFlash draft" in capfd.readouterr().err
+
+
+def test_interrupt_ends_with_the_text_so_far(monkeypatch, capfd, pair):
+    def interrupting(*arguments, **options):
+        for n, response in enumerate(real(*arguments, **options)):
+            if n == 5:
+                raise KeyboardInterrupt
+            yield response
+
+    real = mlx_dflash.api.stream_generate
+    monkeypatch.setattr("mlx_dflash.api.stream_generate", interrupting)
+    assert run(monkeypatch, cli.main, *pair, "-p", "hi", "--stats", "-m", 20) == 130
+    out, err = capfd.readouterr()
+    assert out.strip() and "interrupted" in err and "acceptance length" in err
+
+
+def test_trace_moments_are_consistent(monkeypatch, capfd, pair):
+    assert run(monkeypatch, trace.main, *pair, "-p", "hi", "--rounds", 5, "--json") == 0
+    moments = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [m["number"] for m in moments] == list(range(6))
+    for before, after in zip(moments, moments[1:]):
+        assert after["block"][0] == before["next_token"]
+        assert after["block_start"] == before["target_covers"]
+        assert after["confirmed"] == before["confirmed"] + after["kept"] + 1
+    assert all(m["target_covers"] == m["context_covers"] == m["confirmed"] - 1 for m in moments)
+
+
+def test_trace_tells_the_story(monkeypatch, capfd, pair):
+    assert run(monkeypatch, trace.main, *pair, "-p", "hi", "--rounds", 2) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("prefill: the target reads 20 prompt tokens")
+    assert out.count("MASK") == 2 * 5 and out.count("target KV covers") == 3
+
+
+@pytest.mark.parametrize("module", ["mlx_dflash", "mlx_dflash.generate", "mlx_dflash.trace"])
+def test_help(module):
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage" in done.stdout and not done.stderr
+
+
+def test_unknown_command_is_named():
+    done = subprocess.run([sys.executable, "-m", "mlx_dflash", "dance"], capture_output=True, text=True)
+    assert done.returncode == 1 and "no command 'dance'" in done.stderr
+
+
+def test_generate_is_a_function_also_after_its_module_was_imported():
+    code = "import mlx_dflash.generate; assert callable(mlx_dflash.generate); from mlx_dflash import generate; assert callable(generate)"
+    subprocess.run([sys.executable, "-c", code], check=True)

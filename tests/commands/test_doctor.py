@@ -1,0 +1,138 @@
+"""The doctor's findings: what fits is said to fit, every mismatch is a fault with its subject, the exit status tells."""
+
+import json
+import sys
+
+import mlx.core as mx
+import pytest
+from support.draft_files import speculators_config, write_gguf_draft
+from support.fixtures import (
+    byte_tokenizer,
+    draft2_config,
+    draft_config,
+    draft_weights,
+    save_draft,
+    save_target,
+    target_config,
+    tiny_target,
+)
+
+from convert import convert_draft
+from convert.draft import Changes, Quantization
+from mlx_dflash import doctor
+
+
+def save_pair(folder, config=None, target=None):
+    config = config or draft_config()
+    changes = target or {}
+    save_draft(
+        folder / "draft", config, draft_weights(draft_config() if "transformer_layer_config" in config else config)
+    )
+    save_target(folder / "target", tiny_target(**changes), target_config(**changes), byte_tokenizer())
+    return ["--model", str(folder / "target"), "--draft-model", str(folder / "draft")]
+
+
+def run(capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(flags)
+    return stop.value.code, capsys.readouterr().out
+
+
+def test_a_pair_that_fits(tmp_path, capsys):
+    flags = save_pair(tmp_path)
+    status, text = run(capsys, flags)
+    assert status == 0 and "target and draft fit" in text and "[ !! ]" not in text
+    assert "DFlash 1, 2 layers (2 full), block 6 = 5 drafts" in text and "taps layers 0, 2" in text
+    status, text = run(capsys, [*flags, "--json"])
+    content = json.loads(text)
+    assert status == 0 and content["ok"] and content["facts"]["draft"]["num_drafts"] == 5
+    assert content["facts"]["machine"]["versions"]["mlx"] == mx.__version__
+    assert content["facts"]["memory"]["needed_bytes"] > 0
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or mx.default_device() != mx.cpu, reason="other machines bring their own BLAS"
+)
+@pytest.mark.parametrize("has", [True, False])
+def test_a_missing_blas_is_noted(tmp_path, capsys, monkeypatch, has):
+    monkeypatch.setattr(doctor, "_has_fast_blas", lambda: has)
+    status, text = run(capsys, save_pair(tmp_path))
+    assert status == 0 and ("apt-get install libblis4-openmp" in text) is not has
+
+
+def test_no_weights_are_read(tmp_path, capsys):
+    """The doctor looks at headers only: damage inside the data is not its business."""
+    flags = save_pair(tmp_path)
+    file = tmp_path / "target" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-400:] = bytes([255]) * 400
+    file.write_bytes(content)
+    assert run(capsys, flags)[0] == 0
+
+
+def test_shifted_tap_layers_are_visible(tmp_path, capsys):
+    status, text = run(capsys, save_pair(tmp_path, speculators_config(draft_config())))
+    assert status == 0 and "taps layers 0, 2 of its target (aux_hidden_state_layer_ids, less one each)" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "message"),
+    [
+        (draft_config(), dict(num_hidden_layers=5), "target has 4 layers, this one 5"),
+        (draft_config(num_target_layers=None), dict(num_hidden_layers=2), "taps layer 2, the target's last is 1"),
+        (draft_config(), dict(hidden_size=64), "width 32, the target's have 64"),
+        (draft_config(vocab_size=98), {}, "98 tokens, the target 97"),
+        (draft2_config(dict(mask_token_id=None)), {}, "mask_token_id"),
+    ],
+)
+def test_mismatches_are_faults(tmp_path, capsys, config, target, message):
+    flags = save_pair(tmp_path, config, target)
+    status, text = run(capsys, flags)
+    assert status == 1 and message in text and "[ !! ]" in text
+    assert json.loads(run(capsys, [*flags, "--json"])[1])["ok"] is False
+
+
+def test_swapped_roles_absent_folders_and_unknown_models(tmp_path, capsys):
+    flags = save_pair(tmp_path)
+    status, text = run(capsys, ["--model", flags[3], "--draft-model", flags[1]])
+    assert status == 1 and "this is a DFlash draft" in text and "not a DFlash draft" in text
+    status, text = run(capsys, ["--model", str(tmp_path / "absent")])
+    assert status == 1 and "no folder" in text
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "nonesuch"}')
+    status, text = run(capsys, flags)
+    assert status == 1 and "nonesuch" in text
+
+
+def test_draft_of_a_target_is_looked_up(tmp_path, capsys):
+    save_pair(tmp_path)
+    status, text = run(capsys, ["--model", str(tmp_path / "target")])
+    assert status == 1 and "no public DFlash draft is known" in text and "--draft-model none" in text
+    (tmp_path / "target").rename(tmp_path / "Qwen3-8B-abliterated")
+    status, text = run(capsys, ["--model", str(tmp_path / "Qwen3-8B-abliterated")])
+    assert status == 1 and "z-lab/Qwen3-8B-DFlash-b16" in text
+
+
+def test_gguf_draft_and_gguf_target(tmp_path, capsys):
+    config = draft2_config()
+    file = write_gguf_draft(tmp_path / "d.gguf", config, draft_weights(config))
+    status, text = run(capsys, ["--draft-model", str(file)])
+    assert status == 0 and "DFlash 2" in text
+    status, text = run(capsys, ["--model", str(file)])
+    assert status == 1 and "convert it first" in text
+
+
+def test_weights_that_do_not_fit_the_memory(tmp_path, capsys, monkeypatch):
+    flags = save_pair(tmp_path)
+    monkeypatch.setattr(doctor, "_memory_bytes", lambda: 1000)
+    status, text = run(capsys, flags)
+    assert status == 1 and "fewer bits" in text
+
+
+@pytest.mark.parametrize("device, share", [(mx.cpu, 4), (mx.gpu, 1)], ids=["CPU", "GPU"])
+def test_a_quantized_draft_needs_room_for_what_it_is_unpacked_to(tmp_path, monkeypatch, device, share):
+    source = save_draft(tmp_path / "draft", draft_config(), draft_weights(draft_config()))
+    folder = convert_draft(source, tmp_path / "mlx", Changes(quantization=Quantization(8, 32)))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    report = doctor.examine(None, str(folder))
+    assert report.facts["memory"]["needed_bytes"] == share * size

@@ -1,0 +1,119 @@
+"""The prefill: any chunking gives the same caches and the same drafts, and a long prompt is never held whole."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from support.fixtures import draft_config, plain_tokens, tiny_target
+from support.harness import ROUNDING, Watch, assert_same_caches, draft_run, fresh_caches, make_draft
+
+from mlx_dflash.dice import Dice
+from mlx_dflash.drafter import Drafter
+from mlx_dflash.models.structure import Structure
+from mlx_dflash.target import Target
+
+LONG = np.random.RandomState(8).randint(0, 97, 61).tolist()
+
+
+@pytest.mark.parametrize("step_size", [1, 2, 7, 8, 60, 61, 500])
+@pytest.mark.parametrize("family", ["qwen3", "llama_sliding"])
+def test_any_chunking_gives_the_same_caches_and_drafts(family, step_size):
+    model = tiny_target(family)
+    draft = make_draft(draft_config(layer_types=["sliding_attention", "full_attention"], sliding_window=8))
+    structure = Structure(model)
+    expected = fresh_caches(model, LONG, draft)
+    found = fresh_caches(model, LONG, draft, step_size)
+    assert_same_caches(found[0], expected[0], case="target")
+    assert_same_caches(found[1], expected[1], case="draft")
+    logits = [
+        np.array(Drafter(draft, structure.embed, structure.unembed, Dice(), contexts).draft_logits(5))
+        for _, contexts in (found, expected)
+    ]
+    error = np.abs(logits[0] - logits[1]).max()
+    assert error <= ROUNDING, f"chunks of {step_size}: draft logits are off by {error}"
+
+
+@pytest.mark.parametrize("step_size", [1, 9, 60])
+def test_the_features_of_chunks_are_those_of_one_pass(step_size):
+    model = tiny_target()
+    whole, chunks = [], []
+    Target(model, [3, 0]).prefill(mx.array(LONG), whole.append)
+    Target(model, [3, 0]).prefill(mx.array(LONG), chunks.append, step_size)
+    assert len(chunks) == -(-len(LONG) // step_size)
+    error = mx.abs(mx.concatenate(chunks, axis=1) - whole[0]).max().item()
+    assert error <= ROUNDING, f"features are off by {error}"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_prompts_around_a_chunk_are_read_whole(length):
+    watch = Watch(tiny_target(), LONG[:length], [2], num_tokens=6, draft=make_draft())
+    calls, text = [], []
+    for latest in watch.rounds(step_size=2, progress=lambda *call: calls.append(call)):
+        text += latest.verdict.tokens
+    assert text == watch.text[:6]
+    assert calls[0] == (0, length) and calls[-1] == (length, length)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_a_long_prompt_changes_nothing_for_the_next_short_one():
+    model, draft = tiny_target("llama_sliding"), make_draft()
+    expected = draft_run(model, draft, [1, 2, 3], max_tokens=12)
+    draft_run(model, draft, LONG * 5, max_tokens=3)
+    again = draft_run(model, draft, [1, 2, 3], max_tokens=12)
+    assert (again.tokens, again.from_draft) == (expected.tokens, expected.from_draft)
+    assert again.last.stats.accepted == expected.last.stats.accepted
+
+
+def peak_of(work):
+    """Bytes that a piece of work needs above what is held before."""
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    work()
+    mx.synchronize()
+    return mx.get_peak_memory() - before
+
+
+def test_the_prefill_computes_one_row_of_logits():
+    vocab_size, length = 50_000, 600
+    model = tiny_target(vocab_size=vocab_size, num_hidden_layers=1)
+    target = Target(model, [0])
+    peak = peak_of(lambda: target.prefill(mx.array([7] * length), lambda features: None))
+    assert peak < length * vocab_size * 4 / 4, (
+        f"peak {peak / 1e6:.1f} MB; all rows of logits are {length * vocab_size * 4 / 1e6:.0f} MB"
+    )
+
+
+def test_a_long_prompts_features_are_not_held():
+    """Chunk by chunk, features become context K/V; 30 chunks may not need 30 times the features of one."""
+    model = tiny_target(num_hidden_layers=2, hidden_size=256)
+    taps = [0, 1] * 8
+    config = draft_config(
+        dict(target_layer_ids=taps),
+        hidden_size=256,
+        num_target_layers=2,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+    )
+    draft, length, step = make_draft(config), 3000, 100
+
+    def read():
+        contexts = draft.make_cache()
+        drafter = Drafter(draft, Structure(model).embed, Structure(model).unembed, Dice(), contexts)
+        target = Target(model, taps, make_prompt_cache(model))
+        target.reserve(length), drafter.reserve(length)
+        target.prefill(mx.array([7] * length), drafter.extend_context, step)
+
+    peak, features = peak_of(read), length * len(taps) * 256 * 4
+    assert peak < features / 2, (
+        f"peak {peak / 1e6:.1f} MB; the features of the whole prompt are {features / 1e6:.1f} MB"
+    )
+
+
+def test_the_text_behind_a_long_prompt_is_mlx_lms():
+    model, draft = tiny_target("gemma3_text"), make_draft()
+    prompt = LONG * 4
+    assert draft_run(model, draft, prompt, max_tokens=10, prefill_step_size=50).tokens == plain_tokens(
+        model, prompt, 10
+    )

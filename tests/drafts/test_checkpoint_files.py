@@ -1,0 +1,288 @@
+"""Damaged and hostile files: every one gives a clear error before anything is computed, and none is ever executed."""
+
+import json
+import os
+import pickle
+import struct
+import sys
+import types
+import zipfile
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.fixtures import draft_config, draft_inputs, draft_weights, save_draft, tiny_target
+from support.reference import reference_draft_logits
+
+import mlx_dflash
+from mlx_dflash.checkpoints.drafts import check_pair
+from mlx_dflash.dice import Dice
+from mlx_dflash.drafter import Drafter
+from mlx_dflash.files.safetensors import read_mask_embedding, read_safetensors, read_tensors
+from mlx_dflash.files.torch_pickle import read_torch_file
+
+
+class TorchTensor:
+    """Stands for a torch tensor while it is pickled as torch.save does it."""
+
+    def __init__(self, values, kind="FloatStorage"):
+        self.values, self.kind = np.ascontiguousarray(values), kind
+
+
+def save_torch(path, content, monkeypatch):
+    """Write content, with TorchTensors in it, as the zip file of torch.save, without torch."""
+    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+
+    def rebuild(*_):
+        raise AssertionError("nothing in the file may be called")
+
+    rebuild.__module__, rebuild.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
+    utils._rebuild_tensor_v2, torch._utils = rebuild, utils
+    for kind in ("FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage"):
+        setattr(torch, kind, type(kind, (), {"__module__": "torch"}))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch._utils", utils)
+    storages = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item):
+            if not isinstance(item, np.ndarray):
+                return None
+            storages.append(item)
+            kind = (
+                "BFloat16Storage"
+                if item.dtype == np.uint16
+                else {"f4": "FloatStorage", "f2": "HalfStorage", "i8": "LongStorage"}[item.dtype.str[1:]]
+            )
+            return "storage", getattr(torch, kind), str(len(storages) - 1), "cpu", item.size
+
+        def reducer_override(self, item):
+            if not isinstance(item, TorchTensor):
+                return NotImplemented
+            values = item.values
+            strides = tuple(s // values.itemsize for s in values.strides)
+            return rebuild, (values.reshape(-1), 0, values.shape, strides, False, {})
+
+    with zipfile.ZipFile(path, "w") as archive:
+        with archive.open("archive/data.pkl", "w") as file:
+            Pickler(file, protocol=2).dump(content)
+        for i, storage in enumerate(storages):
+            archive.writestr(f"archive/data/{i}", storage.tobytes())
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch._utils")
+    return path
+
+
+VECTOR = np.arange(32, dtype=np.float32) / 8
+MASKS = {
+    "bare": TorchTensor(VECTOR),
+    "row": TorchTensor(VECTOR[None]),
+    "half": TorchTensor(VECTOR.astype(np.float16)),
+    "bfloat16": TorchTensor((VECTOR.view(np.uint32) >> 16).astype(np.uint16)),
+    "dict": {"mask_token_id": 96, "embedding": TorchTensor(VECTOR)},
+    "dict with a tensor": {"mask_token_id": TorchTensor(np.array(96)), "embedding": TorchTensor(VECTOR)},
+    "other dict": {"mask_embedding": TorchTensor(VECTOR)},
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_mask_embedding_replaces_the_mask_row(tmp_path, form, monkeypatch):
+    config = draft_config(dict(mask_token_id=None) if "dict" in form and form != "other dict" else {})
+    weights = draft_weights(config)
+    features, embed, head = draft_inputs(config, 9)
+    folder = save_draft(tmp_path, config, weights)
+    save_torch(folder / "mask_embedding.pt", MASKS[form], monkeypatch)
+    draft = mlx_dflash.load_draft(str(folder))
+    drafter = Drafter(draft, lambda ids: mx.array(embed)[ids], lambda h: h @ mx.array(head).T, Dice())
+    drafter.extend_context(mx.array(features[None]))
+    expected = reference_draft_logits(config, weights | {"mask_embedding": VECTOR}, features, 7, embed, head)
+    assert np.abs(np.array(drafter.draft_logits(7)) - expected).max() <= 1e-5
+    assert draft.config.mask_token_id == 96
+
+
+class Hostile:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+HOSTILE = {
+    "a call": (lambda p: Hostile(p), "mkdir"),
+    "a call beside a tensor": (lambda p: {"embedding": TorchTensor(VECTOR), "x": Hostile(p)}, "mkdir"),
+    "a class": (lambda p: {"x": zipfile.ZipFile}, "ZipFile"),
+    "an instance": (lambda p: types.SimpleNamespace(a=1), "SimpleNamespace"),
+    "eval": (lambda p: {"x": eval}, "eval"),
+    "bytes": (lambda p: b"abc", "refused"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_pickles_are_refused_and_not_run(tmp_path, what, monkeypatch):
+    make, message = HOSTILE[what]
+    file = save_torch(tmp_path / "mask_embedding.pt", make(tmp_path / "proof"), monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        read_torch_file(file)
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"other": 1},
+        5,
+        TorchTensor(np.ones((2, 32), np.float32)),
+        {"embedding": [1.0]},
+        {"mask_token_id": "x", "embedding": TorchTensor(VECTOR)},
+    ],
+)
+def test_mask_file_without_one_vector_is_refused(tmp_path, content, monkeypatch):
+    save_torch(tmp_path / "mask_embedding.pt", content, monkeypatch)
+    with pytest.raises(ValueError, match="mask_embedding.pt"):
+        read_mask_embedding(tmp_path)
+
+
+def test_damaged_mask_files_are_refused(tmp_path, monkeypatch):
+    whole = save_torch(tmp_path / "whole.pt", TorchTensor(VECTOR), monkeypatch).read_bytes()
+    file = tmp_path / "mask_embedding.pt"
+    for damaged in (b"", b"\x80\x02}q\x00.", whole[: len(whole) // 2]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="mask_embedding.pt"):
+            read_torch_file(file)
+    with (
+        zipfile.ZipFile(whole_zip := tmp_path / "short.pt", "w") as archive,
+        zipfile.ZipFile(tmp_path / "whole.pt") as source,
+    ):
+        archive.writestr("archive/data.pkl", source.read("archive/data.pkl"))
+        archive.writestr("archive/data/0", b"\0" * 16)
+    with pytest.raises(ValueError, match="16 bytes; expected 128"):
+        read_torch_file(whole_zip)
+
+
+def header(text: bytes, length=None) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+ENTRY = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+BROKEN_SAFETENSORS = {
+    "empty": b"",
+    "short": b"\x01\x02",
+    "a web page": b"<!DOCTYPE html><html>not here</html>",
+    "a 2 GB header": header(ENTRY + bytes(8), 2 << 30),
+    "a header of 2^63": header(ENTRY, 1 << 63),
+    "header is no JSON": header(b"{" * 40),
+    "header is a list": header(b"[1, 2, 3]"),
+    "no offsets": header(b'{"a":{"dtype":"F32","shape":[2]}}'),
+    "data cut off": header(ENTRY) + bytes(5),
+    "data too long": header(ENTRY) + bytes(80),
+    "unknown type": header(ENTRY.replace(b"F32", b"F99")) + bytes(8),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_SAFETENSORS)
+def test_broken_safetensors_are_named(tmp_path, how):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(BROKEN_SAFETENSORS[how])
+    with pytest.raises(ValueError, match="model.safetensors"):
+        read_safetensors(file)
+
+
+def test_missing_stray_and_foreign_shards(tmp_path):
+    config = draft_config()
+    weights = draft_weights(config)
+    folder = save_draft(tmp_path / "a", config, weights, shards=3)
+    (folder / "model.safetensors").write_bytes(b"stale")
+    assert read_tensors(folder).keys() == weights.keys(), "a stray file that the index does not name must not matter"
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="cannot tell which"):
+        read_tensors(folder)
+    (folder / "model.safetensors").unlink()
+    assert read_tensors(folder).keys() == weights.keys()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks shards \[2\] of 3"):
+        read_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{}", "weight_map"),
+        ("[]", "JSON object"),
+        ("{", "valid JSON"),
+        ('{"weight_map": {"a": "../../etc/passwd"}}', "same folder"),
+        ('{"weight_map": {"a": 5}}', "same folder"),
+        ('{"weight_map": {"a": "model.safetensors"}}', "promises tensors"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "lacks absent.safetensors"),
+    ],
+)
+def test_broken_indexes(tmp_path, index, message):
+    folder = save_draft(tmp_path, draft_config(), draft_weights(draft_config()))
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_tensors(folder)
+
+
+def test_wrong_places_are_named(tmp_path):
+    (tmp_path / "file.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").mkdir()
+    for name, error, message in [
+        ("file.txt", ValueError, "is a file"),
+        ("empty", FileNotFoundError, "no config.json"),
+        ("config", FileNotFoundError, "no config.json"),
+        ("absent", FileNotFoundError, "no folder"),
+    ]:
+        with pytest.raises(error, match=message):
+            mlx_dflash.load_draft(str(tmp_path / name))
+    (tmp_path / "empty" / "config.json").write_text("not json")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        mlx_dflash.load_draft(str(tmp_path / "empty"))
+    (tmp_path / "fake.gguf").write_bytes(b"GGML" + bytes(40))
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        mlx_dflash.load_draft(str(tmp_path / "fake.gguf"))
+
+
+def test_wrong_shapes_and_reduced_heads_are_named(tmp_path):
+    config = draft_config()
+    cases = [
+        ({"fc.weight": np.ones((32, 32))}, {}, "fc.weight has shape"),
+        ({"d2t": np.zeros(4, np.int64)}, {"draft_vocab_size": 5}, "d2t has shape"),
+        ({"d2t": np.array([0, -1, 0])}, {"draft_vocab_size": 3}, "different tokens"),
+        ({"d2t": np.array([0, 0, 96])}, {"draft_vocab_size": 3}, "different tokens"),
+        ({"d2t": np.zeros(3, np.float32)}, {"draft_vocab_size": 3}, "whole numbers"),
+        ({}, {"draft_vocab_size": 3}, "no d2t"),
+    ]
+    for i, (tensors, changes, message) in enumerate(cases):
+        arrays = {name: mx.array(w) for name, w in (draft_weights(config) | tensors).items()}
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+        with pytest.raises(ValueError, match=message):
+            mlx_dflash.load_draft(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "message"),
+    [
+        (dict(hidden_size=64, target_hidden_size=64), {}, "hidden size is 64"),
+        (dict(num_target_layers=5), {}, "5 layers, this target has 4"),
+        (dict(vocab_size=98), {}, "98 tokens, the target one of 97"),
+        (dict(num_target_layers=None, dflash=dict(target_layer_ids=[0, 9])), {}, "taps layers"),
+        (dict(target_hidden_size=64), {}, "width 64, the target's layers give 32"),
+    ],
+)
+def test_pairs_that_do_not_fit_name_both_sides(tmp_path, changes, target, message):
+    config = draft_config(**changes)
+    if changes.get("target_hidden_size") == 64 and config["hidden_size"] == 32:
+        extra = {"embed_tokens.weight": np.ones((97, 32), np.float32), "lm_head.weight": np.ones((97, 32), np.float32)}
+    else:
+        extra = {}
+    draft = mlx_dflash.load_draft(str(save_draft(tmp_path, config, draft_weights(config) | extra)))
+    with pytest.raises(ValueError, match=message):
+        check_pair(tiny_target(**target), draft)

@@ -1,0 +1,246 @@
+"""The house rules that a machine can check: layers, sizes, names, no hidden state, a quick import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mlx_dflash"
+FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "convert").glob("*.py")])
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+FRONT_ENDS = {"__main__", "cli", "generate", "trace", "chat", "server", "benchmark", "doctor", "metalcheck", "train"}
+
+# A module imports from lower levels only. Inside draft/, kernels/, demo/ and among the front ends the level is one.
+LEVELS = {
+    **dict.fromkeys(FRONT_ENDS, 9),
+    "api": 8,
+    "structured": 8,
+    "picture": 8,
+    "chart": 8,
+    "session": 7,
+    "loading": 7,
+    "pairs": 6,
+    "target": 6,
+    "prompt_cache": 6,
+    "draft.drafter": 6,
+    "accept": 5,
+    "dice": 5,
+    "stats": 5,
+    "pacing": 5,
+    "constructed": 5,
+    "rollback": 5,
+    "structure": 5,
+    "draft": 4,
+    "cache": 3,
+    "kernels": 2,
+    "demo": 1,
+    "blas": 1,
+    "gguf_file": 1,
+    "hub": 3,
+    "checkpoint": 2,
+    "torch_file": 1,
+    "card": 1,
+}
+SAME_LEVEL = ("draft", "kernels", "demo")
+
+# Functions with more than five parameters: the public API takes mlx-lm's options, constructors take options once, and
+# attention has the signature of mlx.
+MANY_PARAMETERS = {
+    "stream_generate",
+    "open_session",
+    "load",
+    "Session.__init__",
+    "Drafter.__init__",
+    "Target.__init__",
+    "attend_metal",
+    "by_kernels.attend",
+    "Kernels.attend_block",
+}
+
+# Words that the glossary replaces, as parts of identifiers.
+NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
+
+
+def name_of(path):
+    """Dotted name inside the package; convert/ counts as itself."""
+    parts = path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def level(name):
+    while name not in LEVELS:
+        assert "." in name, f"{name} has no place in the layers; give it one in LEVELS"
+        name = name.rpartition(".")[0]
+    return LEVELS[name]
+
+
+def imported(path):
+    """Names inside the package that a file imports, wherever the import statement stands."""
+    here = name_of(path).split(".")
+    if path.name != "__init__.py":
+        here = here[:-1]
+    here = [part for part in here if part]
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*here[: len(here) - node.level + 1], *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                is_module = (PACKAGE / (whole.replace(".", "/") + ".py")).exists() or (
+                    PACKAGE / whole.replace(".", "/")
+                ).is_dir()
+                yield whole if is_module else ".".join(base)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_dflash":
+            yield node.module.partition(".")[2]
+
+
+def functions(path):
+    """(qualified name, node) of every function of a file."""
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield prefix + child.name, child
+                yield from walk(child, prefix + child.name + ".")
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, prefix + child.name + ".")
+            else:
+                yield from walk(child, prefix)
+
+    return walk(TREES[path], "")
+
+
+def each_file(paths=FILES):
+    return pytest.mark.parametrize("path", paths, ids=[str(p.relative_to(ROOT)) for p in paths])
+
+
+PACKAGE_FILES = [p for p in FILES if PACKAGE in p.parents and p != PACKAGE / "__init__.py"]
+
+
+@each_file(PACKAGE_FILES)
+def test_imports_point_down_only(path):
+    name = name_of(path)
+    for other in imported(path):
+        is_sibling = name.split(".")[0] == other.split(".")[0] and name.split(".")[0] in SAME_LEVEL
+        both_front = level(name) == level(other) == LEVELS["cli"]
+        assert is_sibling or both_front or level(other) < level(name), (
+            f"{name} (level {level(name)}) imports {other} ({level(other)})"
+        )
+
+
+@each_file(PACKAGE_FILES)
+def test_target_and_draft_do_not_know_each_other(path):
+    name, others = name_of(path), set(imported(path))
+    if name in ("target", "structure", "rollback"):
+        assert not [o for o in others if o.split(".")[0] == "draft"], f"{name} imports {others}"
+    if name.split(".")[0] == "draft":
+        assert not others & {"target", "structure", "rollback", "session", "loading"}, f"{name} imports {others}"
+
+
+@each_file()
+def test_files_and_functions_are_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= 400, f"{lines} lines; at most 400"
+    long = {
+        name: node.end_lineno - node.lineno + 1 for name, node in functions(path) if node.end_lineno - node.lineno >= 50
+    }
+    assert not long, f"more than 50 lines: {long}"
+
+
+@each_file()
+def test_functions_take_few_parameters(path):
+    for name, node in functions(path):
+        count = len(
+            [
+                a
+                for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if a.arg not in ("self", "cls")
+            ]
+        )
+        assert count <= 5 or name in MANY_PARAMETERS, f"{name} has {count} parameters; a concept is missing"
+
+
+@each_file()
+def test_modules_classes_and_public_functions_are_documented(path):
+    if not path.read_text().strip():
+        return
+    assert ast.get_docstring(TREES[path]), "the module has no docstring"
+    if path.stem in FRONT_ENDS:
+        return
+    for node in TREES[path].body:
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and not node.name.startswith("_")
+            and node.name not in ("MLP", "DraftLayer")
+        ):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+@each_file()
+def test_there_is_no_hidden_state(path):
+    """No environment variables, no globals that change, no exception that is caught whatever it is."""
+    for node in ast.walk(TREES[path]):
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), (
+            f"line {node.lineno}: environment"
+        )
+        assert not isinstance(node, ast.Global), f"line {node.lineno}: global statement"
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else ""
+            reraises = any(isinstance(n, ast.Raise) and n.exc is None for n in ast.walk(node))
+            assert caught not in ("", "Exception") and (caught != "BaseException" or reraises), (
+                f"line {node.lineno}: catches {caught}"
+            )
+    for node in TREES[path].body:
+        if isinstance(node, ast.Assign) and isinstance(
+            node.value, (ast.List, ast.Dict, ast.Set, ast.Call, ast.ListComp, ast.DictComp)
+        ):
+            name = ast.unparse(node.targets[0])
+            constant = name.strip("_").isupper() or name == "__all__"
+            assert constant or name == "_scope", f"line {node.lineno}: {name} looks like module state"
+
+
+@each_file()
+def test_names_are_the_glossarys(path):
+    for node in ast.walk(TREES[path]):
+        names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+        for name in [n for n in names if isinstance(n, str)]:
+            words = set(name.lower().strip("_").split("_"))
+            assert not words & NEVER, f"line {getattr(node, 'lineno', '?')}: {name}"
+
+
+def run_python(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_import_is_light():
+    heavy = run_python(
+        "import sys, mlx_dflash\n"
+        "print([n for n in ('mlx.core', 'mlx_lm', 'transformers', 'huggingface_hub', 'numpy') if n in sys.modules])"
+    )
+    assert heavy == "[]", f"import mlx_dflash also imports {heavy}"
+
+
+def test_no_module_reaches_for_the_network_when_imported():
+    modules = [f"mlx_dflash.{name_of(p)}".rstrip(".") for p in PACKAGE_FILES if p.name != "__main__.py"] + [
+        "mlx_dflash"
+    ]
+    run_python(
+        "import socket, importlib\n"
+        "def refuse(*args): raise AssertionError('network')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        f"for name in {modules}: importlib.import_module(name)"
+    )
+
+
+def test_every_public_name_can_be_had():
+    import mlx_dflash
+
+    for name in mlx_dflash.__all__:
+        assert getattr(mlx_dflash, name).__doc__, f"{name} has no docstring"
+        assert name in dir(mlx_dflash)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        mlx_dflash.nonsense

@@ -1,0 +1,205 @@
+"""The attention kernel against a dense float64 reference, run by the emulator."""
+
+import re
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.metal_emulator import Emulator, emulate, why_unavailable
+from support.metal_emulator.lint import clang, lint
+
+from mlx_dflash.kernels.attention import Keys, Sight, attend_metal, attend_ops, merge_call, partial_call, plan
+from mlx_dflash.kernels.call import MetalRunner
+from mlx_dflash.kernels.choice import has_gpu
+
+needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+CONTEXTS = (0, 1, 31, 32, 33, 255, 257)
+ORDERS = (0, 1, 7)
+SCALE = 0.09
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compiled shape: everything that is a template argument."""
+
+    dtype: mx.Dtype
+    head_size: int
+    heads: tuple[int, int]  # query, key/value
+    rows: int
+    sight: Sight = field(default_factory=Sight)
+    has_block: bool = True
+    has_sinks: bool = False
+    batch: int = 1
+
+    def __str__(self):
+        flags = [f"window{self.sight.window}"] * bool(self.sight.window) + ["causal"] * self.sight.causal
+        flags += ["ring"] * self.sight.ring + ["block"] * self.has_block + ["sinks"] * self.has_sinks
+        return f"{str(self.dtype)[9:]}-{self.heads[0]}x{self.heads[1]}x{self.head_size}-L{self.rows}-" + "-".join(flags)
+
+
+CASES = [
+    Case(mx.float32, 64, (4, 2), 7),
+    Case(mx.float32, 128, (4, 2), 16, has_block=False),
+    Case(mx.float32, 256, (4, 4), 2, Sight(causal=True)),
+    Case(mx.float16, 64, (8, 1), 16, batch=2),
+    Case(mx.float16, 128, (4, 4), 1),
+    Case(mx.float16, 256, (6, 2), 16, Sight(causal=True), has_block=False),
+    Case(mx.float16, 256, (4, 2), 5, Sight(causal=True)),
+    Case(mx.bfloat16, 64, (4, 2), 16, Sight(window=40), has_sinks=True),
+    Case(mx.bfloat16, 128, (8, 2), 16),
+    Case(mx.bfloat16, 128, (4, 4), 7, Sight(causal=True, window=48), has_block=False),
+    Case(mx.bfloat16, 128, (16, 2), 16, Sight(causal=True), has_block=False),
+    Case(mx.bfloat16, 256, (6, 1), 8, has_block=False, has_sinks=True),
+    Case(mx.float16, 128, (4, 2), 2, Sight(window=96, ring=True)),
+    Case(mx.float32, 64, (4, 4), 7, Sight(causal=True, window=33, ring=True), has_block=False),
+    Case(mx.bfloat16, 64, (8, 1), 8, Sight(causal=True, window=5)),
+    Case(mx.float32, 128, (4, 2), 9, Sight(window=5)),
+]
+POISON = float("nan")
+
+
+def problem(case: Case, context: int):
+    """Inputs as a model makes them: transposed views, spare capacity full of NaN, a ring that has wrapped."""
+    mx.random.seed(context + 7)
+    heads, kv_heads = case.heads
+    normal = lambda *shape: mx.random.normal(shape).astype(case.dtype)
+    held = context if case.has_block else context + case.rows
+    capacity = case.sight.window + case.rows if case.sight.ring else held + 9
+    buffers = []
+    for _ in range(2):
+        rows = normal(case.batch, kv_heads, held, case.head_size)
+        buffer = mx.full((case.batch, kv_heads, capacity, case.head_size), POISON, case.dtype)
+        kept = mx.arange(max(0, held - capacity), held)
+        buffer[:, :, kept % capacity] = rows[:, :, kept]
+        buffers.append(buffer)
+    turned = lambda num_heads: normal(case.batch, case.rows, num_heads, case.head_size).transpose(0, 2, 1, 3)
+    block = (turned(kv_heads), turned(kv_heads)) if case.has_block else None
+    sinks = normal(heads) if case.has_sinks else None
+    q = normal(case.batch, heads, case.rows, case.head_size) if case.batch > 1 else turned(heads)
+    return q, Keys(*buffers, context, block), case.sight, SCALE, sinks
+
+
+def dense(buffer, keys, index, sight, rows):
+    """Float64 keys (index 0) or values (1) in order of position 0 .. n + L; rows a ring has lost are NaN."""
+    wide = np.array(buffer.astype(mx.float32)).astype(np.float64)
+    held, capacity = keys.length + (0 if keys.block else rows), wide.shape[2]
+    found = np.full((*wide.shape[:2], held, wide.shape[3]), np.nan)
+    j = np.arange(max(0, held - capacity) if sight.ring else 0, held)
+    found[:, :, j] = wide[:, :, j % capacity]
+    if keys.block:
+        found = np.concatenate([found, np.array(keys.block[index].astype(mx.float32)).astype(np.float64)], axis=2)
+    return found
+
+
+def reference(q, keys, sight, scale, sinks):
+    """Dense attention in float64, mask written out from the definition of Sight."""
+    rows, heads = q.shape[2], q.shape[1]
+    n = keys.length
+    k, v = (dense(buffer, keys, i, sight, rows) for i, buffer in enumerate((keys.keys, keys.values)))
+    seen = np.zeros((rows, n + rows), bool)
+    for i in range(rows):
+        for j in range(n + rows):
+            in_window = not sight.window or abs(n + i - j) < sight.window
+            seen[i, j] = in_window and (j <= n + i or not sight.causal)
+    q = np.array(q.astype(mx.float32)).astype(np.float64)
+    k, v = (np.repeat(np.where(seen.any(0)[:, None], x, 0), heads // x.shape[1], axis=1) for x in (k, v))
+    scores = np.where(seen, q @ k.swapaxes(2, 3) * scale, -np.inf)
+    if sinks is not None:
+        column = np.broadcast_to(np.array(sinks.astype(mx.float32))[None, :, None, None], (*scores.shape[:3], 1))
+        scores, v = np.concatenate([scores, column], -1), np.concatenate([v, np.zeros_like(v[:, :, :1])], 2)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+def errors(case, context, out):
+    """Largest error of out and of stock attention in the same precision, and the rounding of the result itself."""
+    arguments = problem(case, context)
+    expected = reference(*arguments)
+    far = lambda x: np.abs(np.array(x.astype(mx.float32)).astype(np.float64) - expected).max()
+    rounding = np.abs(expected).max() * {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}[case.dtype]
+    return far(out), far(attend_ops(*arguments)), rounding
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_is_as_exact_as_stock_attention(case):
+    for turn, context in enumerate(CONTEXTS):
+        for order in ORDERS if context == 33 else ORDERS[turn % 3 :][:1]:
+            out = attend_metal(*problem(case, context), run=Emulator(order))
+            ours, stock, rounding = errors(case, context, out)
+            assert ours <= 2 * stock + rounding, (context, order, ours, stock, rounding)
+            assert out.dtype == case.dtype
+
+
+@pytest.mark.skipif(not has_gpu(), reason="no GPU that takes Metal kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_on_this_gpu_is_as_exact_as_stock_attention(case):
+    for context in (*CONTEXTS, 3000):
+        out = attend_metal(*problem(case, context), run=MetalRunner())
+        ours, stock, rounding = errors(case, context, out)
+        assert ours <= 2 * stock + rounding, (context, ours, stock, rounding)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_twin_equals_the_dense_reference(case):
+    for context in CONTEXTS:
+        _, twin, rounding = errors(case, context, mx.zeros((1,)))
+        assert twin <= 8 * rounding, (context, twin, rounding)
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_key_and_value_is_read_once_per_row_group(case):
+    q, keys, sight, scale, _ = problem(case, 257)
+    cut = plan(q, keys, sight, cores=40)
+    _, report = emulate(partial_call(q, keys, sight, scale, cut))
+    seen = (min(257, sight.window - 1) if sight.window else 257) + case.rows
+    least = case.batch * case.heads[1] * seen * case.head_size * case.dtype.size
+    for name in ("keys", "values"):
+        read = report.buffers[name]["load_bytes"] + report.buffers["block_" + name]["load_bytes"]
+        assert read == least * cut.row_groups, (name, read, least, cut)
+    assert report.counters["threadgroup_bytes"] == cut.threadgroup_bytes(case.head_size, case.dtype.size) <= 32768
+
+
+@needs_emulator
+@pytest.mark.parametrize("cores", (1, 2, 80))
+def test_result_does_not_depend_on_the_number_of_splits(cores):
+    case, context = CASES[0], 800
+    q, keys, sight, scale, _ = problem(case, context)
+    out = attend_metal(q, keys, sight, scale, run=Emulator(), cores=cores)
+    ours, stock, rounding = errors(case, context, out)
+    assert ours <= 2 * stock + rounding, (cores, plan(q, keys, sight, cores), ours, stock)
+
+
+@pytest.mark.parametrize("window", (0, 700))
+def test_every_split_has_keys_and_all_keys_have_a_split(window):
+    q = mx.zeros((1, 8, 16, 128), mx.bfloat16)
+    for length in [*range(0, 1200, 7), 4096, 32768]:
+        for cores in (1, 8, 40, 76):
+            sight = Sight(window=window)
+            buffer = mx.zeros((1, 2, 1, 128), mx.bfloat16)
+            cut = plan(q, Keys(buffer, buffer, length), sight, cores)
+            keys = 16 + (min(length, window - 1) if window else length)
+            share = -(-(-(-keys // cut.splits)) // cut.keys_per_tile) * cut.keys_per_tile
+            assert (cut.splits - 1) * share < keys <= cut.splits * share, (length, cores, cut)
+
+
+@pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_text_keeps_address_spaces_apart(case):
+    q, keys, sight, scale, sinks = problem(case, 33)
+    first = partial_call(q, keys, sight, scale, plan(q, keys, sight, 20))
+    partials = [mx.zeros(shape, dtype) for shape, dtype in first.outputs.values()]
+    for call in (first, merge_call(q, partials, sinks)):
+        assert not (complaints := lint(call)), complaints
+
+
+@pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
+@pytest.mark.parametrize("pointer", ("const device T* query", "const threadgroup T* key =", "device float* out"))
+def test_lint_sees_a_pointer_without_its_address_space(pointer):
+    q, keys, sight, scale, _ = problem(CASES[0], 33)
+    call = partial_call(q, keys, sight, scale, plan(q, keys, sight, 20))
+    bare = re.sub("device |threadgroup ", "", pointer)
+    assert pointer in call.source
+    assert "error" in lint(replace(call, source=call.source.replace(pointer, bare)))

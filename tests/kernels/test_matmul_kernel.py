@@ -1,0 +1,99 @@
+"""The quantized matrix product against float64, run by the emulator."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.metal_emulator import Emulator, emulate, why_unavailable
+from support.metal_emulator.lint import clang, lint
+
+from mlx_dflash.kernels.call import MetalRunner
+from mlx_dflash.kernels.choice import has_gpu
+from mlx_dflash.kernels.matmul import FEATURE_TILES, Quantized, multiply_call, multiply_metal, multiply_ops, supports
+
+needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+CASES = [  # dtype, bits, group size, rows, K, N
+    (mx.float32, 4, 64, 5, 64, 32),
+    (mx.float16, 4, 64, 8, 640, 40),
+    (mx.bfloat16, 4, 64, 16, 1088, 96),
+    (mx.bfloat16, 4, 128, 11, 256, 33),
+    (mx.float32, 8, 64, 6, 192, 8),
+    (mx.bfloat16, 8, 64, 16, 1024, 64),
+    (mx.float16, 8, 128, 9, 128, 72),
+]
+
+
+def problem(case):
+    dtype, bits, group_size, rows, inputs, outputs = case
+    mx.random.seed(rows)
+    weight = mx.random.normal((outputs, inputs)).astype(dtype)
+    packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits)
+    return mx.random.normal((1, rows, inputs)).astype(dtype), Quantized(packed, scales, biases, group_size, bits)
+
+
+def reference(x, w):
+    wide = [np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, w.scales, w.biases)]
+    words = np.array(w.weight)
+    per_word = 32 // w.bits
+    integers = (words[..., None] >> (w.bits * np.arange(per_word, dtype=np.uint32))) & (2**w.bits - 1)
+    integers = integers.reshape(words.shape[0], -1, w.group_size)
+    return wide[0] @ (integers * wide[1][..., None] + wide[2][..., None]).reshape(words.shape[0], -1).T
+
+
+def assert_exact(case, run):
+    """The product of a case is within twice stock MLX's error against float64, and one rounding of the result."""
+    x, w = problem(case)
+    y, expected = multiply_metal(x, w, run=run), reference(x, w)
+    assert y.shape == expected.shape and y.dtype == x.dtype
+    far = lambda y: np.abs(np.array(y.astype(mx.float32)).astype(np.float64) - expected).max()
+    rounding = np.abs(expected).max() * {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}[case[0]]
+    assert far(y) <= 2 * far(multiply_ops(x, w)) + rounding, (far(y), far(multiply_ops(x, w)), rounding)
+
+
+@needs_emulator
+@pytest.mark.parametrize("order", (0, 1, 7))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product_is_as_exact_as_stock(case, order):
+    assert_exact(case, Emulator(order))
+
+
+@pytest.mark.skipif(not has_gpu(), reason="no GPU that takes Metal kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product_on_this_gpu_is_as_exact_as_stock(case):
+    assert_exact(case, MetalRunner())
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_weight_is_read_once_for_all_rows(case):
+    x, w = problem(case)
+    _, report = emulate(multiply_call(x, w))
+    groups = -(-w.weight.shape[0] // (8 * FEATURE_TILES))
+    assert report.buffers["w"]["group_read"] == w.weight.nbytes
+    assert report.buffers["x"]["group_read"] == groups * x.nbytes
+    assert report.counters["threadgroup_bytes"] <= 32768
+
+
+@needs_emulator
+def test_rows_of_a_longer_array_are_read_in_place():
+    x, w = problem(CASES[1])
+    longer = mx.concatenate([mx.full((1, 2, x.shape[2]), float("nan"), x.dtype), x], axis=1)
+    y = multiply_metal(longer[:, 2:], w, run=Emulator())
+    assert mx.array_equal(y, multiply_metal(x, w, run=Emulator()))
+
+
+def test_shapes_the_kernel_does_not_know_are_refused():
+    x, w = problem(CASES[2])
+    assert supports(x, w)
+    assert not supports(x[:, :4], w)  # stock reads a word per row: as good up to 4 rows
+    assert not supports(mx.concatenate([x, x], axis=1), w)
+    assert not supports(x.astype(mx.float32), w)
+    assert not supports(x, replace(w, group_size=32))
+    assert not supports(x, replace(w, bits=6))
+
+
+@pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_text_keeps_address_spaces_apart(case):
+    assert not (complaints := lint(multiply_call(*problem(case)))), complaints
