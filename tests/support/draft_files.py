@@ -9,6 +9,7 @@ from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from support.fixtures import draft_config, draft_inputs
 
+SLIDING = "sliding_attention"
 NUM_CONTEXT = 12
 
 
