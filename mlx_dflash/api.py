@@ -17,14 +17,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .caches.growing import KVQuantization
 from .caches.saved import draft_entries, make_prompt_cache
-from .checkpoints.drafts import check_pair
 from .dice import Dice, LogitsProcessor, Sampler
 from .draft.model import DraftModel
-from .drafter import Drafter
+from .emission import emit
 from .pace import Pace
+from .pair import Pair
 from .session import Session
-from .stats import Stats
-from .target import Target
+from .stats import Stats, TimedDice, TimedDrafter
 
 _RESERVED_TOKENS = 1024  # room made at once for tokens to come; beyond it the caches grow geometrically
 
@@ -98,7 +97,7 @@ def stream_generate(
         **_cache_options(**mlx_lm_options),
         **common,
     )
-    emissions = session.emit(tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
+    emissions = emit(session, tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
     return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
 
 
@@ -180,11 +179,11 @@ def open_session(
     quantization: of the rows that the target's caches keep. Raises ValueError, before any generation, if draft and
     target do not belong together.
     """
-    structure = check_pair(model, draft)
+    pair = Pair(model, draft)
     low, high = mx.min(prompt).item(), mx.max(prompt).item()
-    if low < 0 or high >= structure.vocab_size:
+    if low < 0 or high >= pair.structure.vocab_size:
         raise ValueError(
-            f"the prompt has ids from {low} to {high}; the target's vocabulary has {structure.vocab_size} tokens"
+            f"the prompt has ids from {low} to {high}; the target's vocabulary has {pair.structure.vocab_size} tokens"
         )
     caches = make_prompt_cache(model, draft, max_kv_size) if prompt_cache is None else prompt_cache
     contexts = draft_entries(caches, model, draft)
@@ -192,29 +191,22 @@ def open_session(
     if isinstance(block_size, str) and block_size != "auto":
         raise ValueError(f'block_size must be a number or "auto", got {block_size!r}')
     is_auto = block_size == "auto"
-    drafter = Drafter(draft, structure.embed, structure.unembed, dice, contexts, None if is_auto else block_size)
-    target = Target(
-        model,
-        draft.config.target_layer_ids,
-        caches,
-        drafter.num_drafts + 1,
-        draft.kernels,
-        structure=structure,
-        quantization=quantization,
-        length=drafter.context_length,
-    )
+    drafter = pair.drafter(dice, contexts, None if is_auto else block_size)
+    target = pair.target(caches, drafter.num_drafts + 1, quantization=quantization, length=drafter.context_length)
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     target.reserve(target.length + prompt.size + expected + draft.config.block_size)
     drafter.reserve(target.length + prompt.size + expected + draft.config.block_size)
+    stats = Stats()
     return Session(
         target,
-        drafter,
-        dice,
+        TimedDrafter(drafter, stats),
+        TimedDice(dice, stats),
         stop_tokens=frozenset(stop_tokens),
         max_tokens=max_tokens,
         settles=prompt_cache is not None,
-        pace=Pace(drafter.num_drafts, draft.round_seconds) if is_auto else None,
+        pace=Pace(drafter.num_drafts, pair.round_seconds) if is_auto else None,
         stream=stream,
+        stats=stats,
     )
 
 

@@ -52,26 +52,30 @@ class Dice:
         # mlx-lm's samplers have no memory, so they may be called for the draft's rows too.
         self._is_pure = getattr(self.sampler, "__module__", None) == make_sampler.__module__
         self._history: mx.array | None = None
+        self._at = 0  # tokens before the block that was rolled latest
         self._states: list[tuple[int, int]] = []  # random state before the latest roll, and after each of its rows
         self._draws = 0  # random draws that one call of the sampler makes
 
     # The random stream: ours while we sample, the caller's otherwise.
 
-    def begin(self, prompt: mx.array) -> None:
-        """Take over the random stream as plain generation would find it. prompt: (P,) ids, for the processors."""
+    def begin(self, prompt: mx.array, at: int = 0) -> None:
+        """Take over the random stream as plain generation would find it.
+
+        prompt: (P,) ids, for the processors. at: number of tokens before the first row that will be rolled.
+        """
+        self._at = at
         self._history = prompt if self.processors else None
         self._states = [_state()]
         # Whoever draws meanwhile, another sequence too, gets a stream of its own.
         high, low = self._states[0]
         _set_state((high ^ 0x9E3779B9, low))
 
-    def end(self, num_emitted: int) -> None:
-        """Leave the caller's stream where plain generation leaves it.
-
-        num_emitted: rows of the latest roll that became text. Plain generation has by then rolled one token more.
-        """
+    def end(self, covered: int) -> None:
+        """Leave the caller's stream where plain generation leaves it. covered: number of tokens, prompt and text."""
         if not self._states:
             return
+        # Plain generation has by then rolled one token more.
+        num_emitted = covered - self._at - 1
         state = self._states[num_emitted] if num_emitted < len(self._states) else self._states[-1]
         _set_state(state)
         for _ in range(self._draws):
@@ -86,13 +90,15 @@ class Dice:
         finally:
             _set_state(caller)
 
-    def roll(self, logits: mx.array, drafts: mx.array) -> Roll:
+    def roll(self, logits: mx.array, drafts: mx.array, at: int = 0) -> Roll:
         """Roll the target's token for each row of a block, up to the first that refuses its draft.
 
-        logits: (γ + 1, V), the target's. drafts: (γ,) ids.
+        logits: (γ + 1, V), the target's. drafts: (γ,) ids. at: number of tokens before the block.
         """
         if self._is_greedy and not self.processors:
-            return _roll_greedily(logits, drafts)
+            roll = _roll_greedily(logits, drafts)
+            self._at = at
+            return roll
         drafted = drafts.tolist()
         roll = Roll([], [])
         states = self._states[-1:]
@@ -105,7 +111,7 @@ class Dice:
                 if i < len(drafted) and token != drafted[i]:
                     break
             self._draws = self._draws or _count_draws(states[0], states[1])
-        self._states = states
+        self._states, self._at = states, at
         return roll
 
     def _roll_row(self, logits: mx.array) -> tuple[int, mx.array]:

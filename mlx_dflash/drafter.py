@@ -19,8 +19,8 @@ _MOST_WAITING = 16
 class Drafter:
     """Proposes blocks for one sequence.
 
-    embed: (1, L) token ids to (1, L, H) target embeddings. unembed: (1, L, H) to (1, L, V) target logits; both give
-    way to the draft's own where it has them. block_size: anchor + drafts, at most what the draft was trained with.
+    embed: (1, L) token ids to (1, L, H) target embeddings. unembed: (1, L, H) to (1, L, V) target logits, or to
+    (1, L, Vd) of the draft's tokens only. Both give way to the draft's own where it has them. block_size: anchor + drafts, at most what the draft was trained with.
     """
 
     def __init__(
@@ -158,9 +158,13 @@ class Drafter:
 
 
 def _head(draft: DraftModel, unembed: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-    """The draft's own head, or the target's, reduced to the draft's tokens where it has fewer."""
-    own = draft.get("lm_head", draft.borrowed_head)
-    if own is not None:
-        return own
+    """Return the draft's own head, or the target's, reduced to the draft's tokens where it has fewer."""
     ids = draft.token_ids
-    return unembed if ids is None else lambda hidden: unembed(hidden)[..., ids]
+    if "lm_head" in draft or ids is None:
+        return draft.get("lm_head", unembed)
+
+    def reduced(hidden: mx.array) -> mx.array:
+        logits = unembed(hidden)
+        return logits if logits.shape[-1] == ids.size else logits[..., ids]
+
+    return reduced

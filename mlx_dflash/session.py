@@ -1,13 +1,18 @@
 """One sequence: the prefill, and THE ROUND.
 
-    draft -> verify -> accept -> commit
+    drafts  = drafter.propose(anchor)                    a block of draft tokens, one draft pass
+    scores  = target.verify(anchor, drafts)              logits and features of every row, one target pass
+    rolled  = dice.roll(scores.logits, drafts)           the target's own token at each row
+    verdict = accept(drafts, rolled).cut(stop, limit)    the longest agreed prefix, and the token after it
+    target.commit(kept); drafter.extend_context(scores.features[:kept])
+    anchor  = verdict.next_token
 
-Between rounds, the target's caches and the draft's context caches cover exactly the prompt and every emitted token
-but the last, the anchor; or what they lack is at hand for when they are next read. Knows tokens; knows nothing of
-text, of model families or of how a cache rolls back.
+Between rounds, the caches of target and draft cover the prompt and every emitted token except the last, the anchor.
+Tokens that a cache does not hold yet are kept at hand and added before its next use.
+Knows tokens; knows nothing of text, of model families or of how a cache goes back. Source of the algorithm: DFlash,
+block diffusion for flash speculative decoding (z-lab).
 """
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,39 +24,8 @@ import mlx.core as mx
 from .accept import Verdict, accept
 from .dice import Dice
 from .pace import Pace
-from .stats import RoundClock, Stats
+from .stats import Stats
 from .target import Target
-
-_CLEAR_EVERY = 256  # tokens, as mlx-lm does
-
-
-class Proposer(Protocol):
-    """What the round needs of a drafter."""
-
-    num_drafts: int  # most drafts of a proposal
-
-    @property
-    def context_length(self) -> int: ...
-
-    def extend_context(self, features: mx.array) -> None: ...
-
-    def can_rewind(self, length: int) -> bool: ...
-
-    def rewind(self, length: int) -> None: ...
-
-    def propose(self, anchor: int, num_drafts: int) -> mx.array: ...
-
-    def settle(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Emission:
-    """One token of the text. logprobs: (V,), of the target. finish_reason: None, "stop" or "length"."""
-
-    token: int
-    logprobs: mx.array
-    from_draft: bool
-    finish_reason: str | None
 
 
 @dataclass(frozen=True)
@@ -67,16 +41,16 @@ class Round:
 class Session:
     """Prefill and rounds of one sequence.
 
-    stop_tokens: ids that end the text. max_tokens: most tokens to emit, -1 without limit. settles: whether the
-    caches shall cover every emitted token at the end, which costs one target pass; for caches that live on.
-    pace: says how many drafts a round verifies; None for as many as the drafter gives. stream: where the work is
-    enqueued.
+    stop_tokens: ids that end the text. max_tokens: most tokens to emit, -1 without limit. settles: whether the caches
+    have to cover every emitted token at the end, which costs one target pass; for caches that live on. pace: decides
+    how many drafts a round verifies; None takes as many as the drafter gives. stream: where the work is enqueued.
+    stats: counts the rounds.
     """
 
     def __init__(
         self,
         target: Target,
-        drafter: Proposer,
+        drafter: "Proposer",
         dice: Dice,
         *,
         stop_tokens: Collection[int] = (),
@@ -84,38 +58,33 @@ class Session:
         settles: bool = True,
         pace: Pace | None = None,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
+        stats: Stats | None = None,
     ):
         self.target, self.drafter, self.dice = target, drafter, dice
         self.stop_tokens = stop_tokens
         self.max_tokens = max_tokens if max_tokens >= 0 else float("inf")
         self.settles, self.pace = settles, pace
         self.stream = stream or mx.default_stream(mx.default_device())
-        self.stats = Stats()
-        self._confirmed = 0  # tokens that the caches covered before the block that was rolled latest
+        self.stats = stats or Stats()
 
-    def emit(self, prompt: mx.array, **prefill) -> Iterator[Emission]:
-        """Emit the target's tokens after prompt (P,), one by one. prefill: see rounds.
+    def round(self, num_drafts: int, limit: float) -> Round:
+        """Draft a block, verify it in one target pass, keep what the target rolled too.
 
-        However the iteration ends, the caches then cover the prompt and exactly the emitted tokens (see settles).
+        num_drafts: most drafts of the block. limit: most tokens (>= 1) that the round may add to the text.
         """
-        covered, last = self.target.length + prompt.size, prompt[-1].item()
-        try:
-            for latest in self.rounds(prompt, **prefill):
-                verdict = latest.verdict
-                for i, token in enumerate(verdict.tokens):
-                    is_last = i == verdict.num_accepted
-                    emission = Emission(
-                        token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None
-                    )
-                    covered, last = covered + 1, token
-                    yield emission
-                if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:
-                    mx.clear_cache()
-        finally:
-            # At the end of the process, whoever forgot to close this needs no caches, and MLX may be gone.
-            if not sys.is_finalizing():
-                with mx.stream(self.stream):
-                    self._leave(covered, last)
+        anchor, covered = self._anchor, self.target.length
+        with self._all_or_nothing():
+            drafts = self.drafter.propose(anchor, num_drafts)  # (γ,), one draft pass
+            mx.async_eval(drafts)  # the device drafts while the verify is being put together
+            scores = self.target.verify(anchor, drafts)  # logits (γ + 1, V), features; one target pass
+            rolled = self.dice.roll(scores.logits, drafts, at=covered)  # the target's own tokens; the one host sync
+            proposal = drafts.tolist()
+            verdict = accept(proposal, rolled.tokens).cut(self.stop_tokens, limit)
+            keep = verdict.num_accepted + 1  # the anchor and the kept drafts
+            self.target.commit(keep)
+            self.drafter.extend_context(scores.features[:, :keep])
+        self._anchor = verdict.next_token
+        return Round(anchor, proposal, verdict, rolled.logprobs)
 
     def rounds(
         self,
@@ -130,79 +99,34 @@ class Session:
         or, where they cannot go back so far, what was read.
         """
         self._anchor = prompt[-1].item()
-        self._confirmed = self.target.length + prompt.size - 1
         with mx.stream(self.stream):
-            self.dice.begin(prompt)
+            began = time.perf_counter()
+            self.dice.begin(prompt, at=self.target.length + prompt.size - 1)
             self._prefill(prompt[:-1], step_size, lambda done: progress(done, prompt.size))
-            clock = RoundClock(self.stats)
-            latest = self._round(clock, 0, self.max_tokens)
-            clock.first()
+            latest = self.round(0, self.max_tokens)
+            self.stats.prefill_seconds = time.perf_counter() - began
         progress(prompt.size, prompt.size)
         num_tokens = 1
         yield latest
         while latest.verdict.finish_reason is None:
             limit = self.max_tokens - num_tokens
             with mx.stream(self.stream):
-                clock = RoundClock(self.stats)
+                began = time.perf_counter()
                 wanted = self.drafter.num_drafts if self.pace is None else self.pace.num_drafts
-                latest = self._round(clock, min(limit - 1, wanted), limit)
-                counts = len(latest.drafts), latest.verdict.num_accepted
-                seconds = clock.done(*counts)
+                latest = self.round(min(limit - 1, wanted), limit)
+                outcome = len(latest.drafts), latest.verdict.num_accepted, time.perf_counter() - began
+                self.stats.count(*outcome)
                 if self.pace is not None:
-                    self.pace.learn(*counts, seconds)
+                    self.pace.learn(*outcome)
             num_tokens += len(latest.verdict.tokens)
             yield latest
 
-    def _prefill(self, tokens: mx.array, step_size: int, progress: Callable[[int], None]) -> None:
-        started, before = time.perf_counter(), self.target.length
-        try:
-            progress(0)
-            self.target.prefill(tokens, self.drafter.extend_context, step_size, progress)
-        except BaseException:
-            can_restart = self.target.can_rewind(before) and self.drafter.can_rewind(before)
-            length = before if can_restart else min(self.target.length, self.drafter.context_length)
-            self.target.rewind(length)
-            self.drafter.rewind(length)
-            raise
-        self.stats.prefill_seconds = time.perf_counter() - started
-
-    def _round(self, clock: RoundClock, num_drafts: int, limit: float) -> Round:
-        """One round with at most num_drafts drafts, which adds at most limit tokens to the text."""
-        anchor = self._anchor
-        with self._all_or_nothing() as confirmed:
-            drafts = self.drafter.propose(anchor, num_drafts)
-            mx.async_eval(drafts)  # the device drafts while the verify is being put together
-            clock.drafted(drafts)
-            scores = self.target.verify(anchor, drafts)
-            clock.verifying()
-            rolled = self.dice.roll(scores.logits, drafts)
-            self._confirmed = confirmed
-            clock.rolled()
-            proposal = drafts.tolist()
-            verdict = accept(proposal, rolled.tokens).cut(self.stop_tokens, limit)
-            self.target.commit(verdict.num_accepted + 1)
-            self.drafter.extend_context(scores.features[:, : verdict.num_accepted + 1])
-        self._anchor = verdict.next_token
-        return Round(anchor, proposal, verdict, rolled.logprobs)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[int]:
-        """Take back what the caches have got inside the scope if it fails, wherever. Gives the length before."""
-        before = self.target.length
-        try:
-            yield before
-        except BaseException:
-            if self.target.length > before:
-                self.target.commit(0)
-            self.drafter.rewind(before)
-            raise
-
-    def _leave(self, covered: int, last: int) -> None:
-        """Let the caches cover this many tokens, the text as it was emitted, which ends with the token `last`."""
-        self.dice.end(covered - self._confirmed - 1)
+    def leave(self, covered: int, last: int) -> None:
+        """Bring both caches to exactly `covered` tokens, the text as it was emitted. last: its last token."""
+        self.dice.end(covered)
         try:
             if self.target.length > covered:
-                self.target.commit(covered - self._confirmed)
+                self.target.rewind(covered)
                 self.drafter.rewind(covered)
             elif self.settles and self.target.length == covered - 1:
                 with self._all_or_nothing():
@@ -214,3 +138,52 @@ class Session:
                 # What is pending could only be computed in this thread.
                 self.drafter.settle()
                 self.target.settle()
+
+    def _prefill(self, tokens: mx.array, step_size: int, progress: Callable[[int], None]) -> None:
+        before = self.target.length
+        try:
+            progress(0)
+            self.target.prefill(tokens, self.drafter.extend_context, step_size, progress)
+        except BaseException:
+            can_restart = self.target.can_rewind(before) and self.drafter.can_rewind(before)
+            length = before if can_restart else min(self.target.length, self.drafter.context_length)
+            self.target.rewind(length)
+            self.drafter.rewind(length)
+            raise
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If the body raises, return both caches to the length that they had on entry."""
+        before = self.target.length
+        try:
+            yield
+        except BaseException:
+            if self.target.length > before:
+                self.target.rewind(before)
+            self.drafter.rewind(before)
+            raise
+
+
+class Proposer(Protocol):
+    """What the round needs of a drafter."""
+
+    num_drafts: int  # most drafts of a proposal
+
+    @property
+    def context_length(self) -> int:
+        """Number of committed tokens that the next proposal sees."""
+
+    def extend_context(self, features: mx.array) -> None:
+        """Append committed tokens. features: (1, S, T * D), the target's tap outputs for them."""
+
+    def can_rewind(self, length: int) -> bool:
+        """Say whether the context can go back to the first `length` tokens."""
+
+    def rewind(self, length: int) -> None:
+        """Go back to a context of the first `length` tokens."""
+
+    def propose(self, anchor: int, num_drafts: int) -> mx.array:
+        """Return at most num_drafts draft tokens (γ,) that may follow the anchor."""
+
+    def settle(self) -> None:
+        """Evaluate what is pending."""

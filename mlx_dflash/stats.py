@@ -1,7 +1,12 @@
-"""What happened in the rounds of one run, and where their time went. Knows numbers and a clock only."""
+"""Counts of the rounds of one run, and where their time went.
+
+The clock stands around the drafter and the dice, which is where a round waits for the device, never inside the round.
+Knows numbers and a clock; knows nothing of what the rounds decide.
+"""
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -12,10 +17,10 @@ _TIMED_EVERY = 8  # rounds
 class Stats:
     """Counts and times of one run.
 
-    accepted[n] counts the rounds that kept n drafts; the prompt's own pass, whose answer starts the text, is none of
-    them. prefill_seconds ends with the first token. round_seconds sums the rounds; host_seconds is the part of them
-    in which nobody waited for the device, waiting for the draft and for the target is the rest. These two are told
-    apart in every eighth round, which waits for its draft, and scaled to all rounds.
+    accepted[n] counts the rounds that kept n drafts. The prompt's pass, whose answer starts the text, is not counted
+    as a round: prefill_seconds ends with the first token. round_seconds sums the rounds; host_seconds excludes the
+    time spent waiting for the device. The waits for the draft and for the target are measured apart in every eighth
+    round, which waits for its draft, and scaled to all rounds. draft_wait and verify_wait: seconds of the latest ones.
     """
 
     num_drafted: int = 0
@@ -25,6 +30,8 @@ class Stats:
     host_seconds: float = 0.0
     timed_draft_seconds: float = 0.0
     timed_verify_seconds: float = 0.0
+    draft_wait: float = 0.0
+    verify_wait: float = 0.0
 
     @property
     def num_rounds(self) -> int:
@@ -71,46 +78,55 @@ class Stats:
             "host_ms": round(1e3 * self.host_seconds, 2),
         }
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a round that drafted num_drafts tokens and kept num_accepted of them."""
+    @property
+    def is_timed(self) -> bool:
+        """Whether the present round tells apart its waits for the draft and for the target."""
+        return self.num_rounds % _TIMED_EVERY == 0
+
+    def count(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Count a round that took this long, drafted num_drafts tokens and kept num_accepted of them."""
         self.num_drafted += num_drafts
         self.accepted += [0] * (num_accepted + 1 - len(self.accepted))
+        if self.is_timed:
+            self.timed_draft_seconds += self.draft_wait
+            self.timed_verify_seconds += self.verify_wait
+        self.round_seconds += seconds
+        self.host_seconds += seconds - self.draft_wait - self.verify_wait
         self.accepted[num_accepted] += 1
 
 
-class RoundClock:
-    """Times one round into the statistics: drafted, verifying, rolled and done are called in this order."""
+class TimedDrafter:
+    """A drafter whose proposals are waited for, and timed into the statistics, in every eighth round."""
 
-    def __init__(self, stats: Stats):
-        self._stats = stats
-        self._is_timed = stats.num_rounds % _TIMED_EVERY == 0
-        self._started = time.perf_counter()
-        self._draft_wait = 0.0
+    def __init__(self, drafter: Any, stats: Stats):
+        self._drafter, self._stats = drafter, stats
 
-    def drafted(self, drafts: mx.array) -> None:
-        if self._is_timed:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, anchor: int, num_drafts: int) -> mx.array:
+        """Return the drafter's proposal (γ,)."""
+        drafts = self._drafter.propose(anchor, num_drafts)
+        self._stats.draft_wait = 0.0
+        if self._stats.is_timed:
             began = time.perf_counter()
             mx.eval(drafts)
-            self._draft_wait = time.perf_counter() - began
+            self._stats.draft_wait = time.perf_counter() - began
+        return drafts
 
-    def verifying(self) -> None:
-        self._waits = time.perf_counter()
 
-    def rolled(self) -> None:
-        self._waited = time.perf_counter()
+class TimedDice:
+    """Dice whose rolls, which wait for the target, are timed into the statistics."""
 
-    def done(self, num_drafts: int, num_accepted: int) -> float:
-        """End the round, which drafted num_drafts tokens and kept num_accepted of them; return its seconds."""
-        stats, whole = self._stats, time.perf_counter() - self._started
-        verify_wait = self._waited - self._waits
-        if self._is_timed:
-            stats.timed_draft_seconds += self._draft_wait
-            stats.timed_verify_seconds += verify_wait
-        stats.round_seconds += whole
-        stats.host_seconds += whole - self._draft_wait - verify_wait
-        stats.count(num_drafts, num_accepted)
-        return whole
+    def __init__(self, dice: Any, stats: Stats):
+        self._dice, self._stats = dice, stats
 
-    def first(self) -> None:
-        """End the prompt's own pass, which counts as prefill."""
-        self._stats.prefill_seconds += time.perf_counter() - self._started
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dice, name)
+
+    def roll(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the roll of the dice."""
+        began = time.perf_counter()
+        rolled = self._dice.roll(*args, **kwargs)
+        self._stats.verify_wait = time.perf_counter() - began
+        return rolled

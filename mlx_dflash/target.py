@@ -189,7 +189,9 @@ class Target:
         return rollback.can_drop_rows(self.caches, self._length - length)
 
     def rewind(self, length: int) -> None:
-        """Go back to covering the first `length` tokens only."""
+        """Go back to covering the first `length` tokens only: into the latest block, or before the latest prefill."""
+        if self._pass is not None and length >= self._pass.first:
+            return self.commit(length - self._pass.first)
         if self._start is not None and length == self._start.length:
             self._start.restore(self.caches)
         else:

@@ -1,11 +1,9 @@
-"""Checkpoints in: targets through mlx-lm, DFlash drafts in every published layout, and whether two belong together.
+"""Checkpoints in: targets through mlx-lm, and DFlash drafts in every published layout.
 
 One path for all drafts: config.json and tensors, each translated to z-lab's names, then checked against the model
 that the configuration describes. Knows nothing of generation.
 """
 
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..dice import Dice
 from ..draft.config import DraftConfig
 from ..draft.model import DraftModel
-from ..drafter import Drafter
 from ..files import safetensors as checkpoint
 from ..files.gguf import GGUFFile
 from ..files.hub import download_draft, draft_folder, local_path
 from ..kernels import Kernels
 from ..kernels.record import Record, default_path
-from ..models.structure import Structure, check_layer_ids
-from ..target import Target, probe
 from .gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
 from .layouts import zlab_layout
 from .names import plain_names
-
-_REHEARSED_TOKENS = 8
 
 
 def load(
@@ -147,63 +139,6 @@ def build_draft(
     return draft
 
 
-def check_pair(model: nn.Module, draft: DraftModel) -> Structure:
-    """Check that a draft can read a target's hidden states and share its vocabulary; return the target's structure.
-
-    Raises ValueError that names both sides. The answer is remembered with the draft for the latest target.
-    """
-    remembered = getattr(draft, "_checked_target", None)
-    structure = Structure(model)
-    if remembered is not None and remembered() is model:
-        return structure
-    config = draft.config
-    check_layer_ids(config.target_layer_ids, len(structure.layers))
-    if config.num_target_layers not in (None, len(structure.layers)):
-        raise ValueError(
-            f"the draft was trained for a target of {config.num_target_layers} layers, this target has {len(structure.layers)}"
-        )
-    if config.vocab_size != structure.vocab_size:
-        raise ValueError(
-            f"the draft has a vocabulary of {config.vocab_size} tokens, the target one of {structure.vocab_size}"
-        )
-    row = structure.embed(mx.array([[0]]))
-    borrows = "embed_tokens" not in draft or "lm_head" not in draft
-    if borrows and row.shape[-1] != config.hidden_size:
-        raise ValueError(
-            f"the draft's hidden size is {config.hidden_size}, the target's embedding has width {row.shape[-1]}"
-        )
-    width = probe(model, config.target_layer_ids, structure)
-    if width != config.target_hidden_size:
-        raise ValueError(
-            f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give {width}"
-        )
-    if "d2t" in draft and "lm_head" not in draft:
-        draft.borrow_head(head_rows(structure, draft.token_ids))
-    if draft.kernels.can_run:
-        _rehearse(model, draft, structure)
-    draft._checked_target = weakref.ref(model)
-    draft.round_seconds.clear()
-    return structure
-
-
-def _rehearse(model: nn.Module, draft: DraftModel, structure: Structure) -> None:
-    """Compute rounds of a made-up text, so that all kernels are chosen and compiled before the first real round."""
-    drafter = Drafter(draft, structure.embed, structure.unembed, Dice())
-    block_size = drafter.num_drafts + 1
-    target = Target(
-        model, draft.config.target_layer_ids, block_size=block_size, kernels=draft.kernels, structure=structure
-    )
-    target.prefill(mx.zeros((_REHEARSED_TOKENS,), mx.uint32), drafter.extend_context)
-
-    def play(rows: int) -> None:
-        scores = target.verify(0, mx.zeros((rows - 1,), mx.uint32))
-        mx.eval(drafter.draft_logits(0, rows - 1), scores.logits)
-        target.commit(0)
-
-    draft.kernels.prepare(play, block_size)
-    mx.clear_cache()
-
-
 def _fit_to_device(model: nn.Module) -> nn.Module:
     """Return a quantized model as it is on a GPU, unpacked to float32 on the CPU."""
     if mx.default_device().type != mx.DeviceType.cpu:
@@ -221,20 +156,6 @@ def unpacked(model: nn.Module) -> nn.Module:
     model = dequantize_model(model)
     model.set_dtype(mx.float32)  # matrices whose scales are no floats come out in bfloat16
     return model
-
-
-def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.array]:
-    """Return a head (1, L, H) -> (1, L, n) of n rows of the target's, quantized as they are there."""
-    module = structure.unembed if isinstance(structure.unembed, nn.Module) else structure.embedding
-    rows = {name: value[ids] for name, value in module.items() if isinstance(value, mx.array)}
-    mx.eval(rows)
-    weight, scales, bias = rows["weight"], rows.get("scales"), rows.get("bias", 0.0)
-    if scales is None:
-        return lambda hidden: hidden @ weight.T + bias
-    packing = dict(group_size=module.group_size, bits=module.bits, mode=module.mode)
-    return lambda hidden: (
-        mx.quantized_matmul(hidden, weight, scales, rows.get("biases"), transpose=True, **packing) + bias
-    )
 
 
 def _demo(part: str) -> Path:

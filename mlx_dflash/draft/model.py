@@ -6,7 +6,9 @@ Knows its configuration and its context caches; knows nothing of targets, sampli
 Source: DFlash, block diffusion for flash speculative decoding (z-lab), and the layout of its public checkpoints.
 """
 
+import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -115,12 +117,32 @@ class DraftLayer(nn.Module):
         return convolve(sublayer(convolve(x, before)), after)
 
 
+class KnownTargets:
+    """Room for what a pair learns of a draft with each of its targets, kept no longer than the target lives.
+
+    mlx-lm's functions take two models, not a pair; this is how the second call finds what the first one learned.
+    """
+
+    def __init__(self):
+        self._entries: list[tuple[weakref.ref, Any]] = []
+
+    def get(self, model: nn.Module) -> Any:
+        """Return what is known of a target, or None."""
+        return next((known for target, known in self._entries if target() is model), None)
+
+    def add(self, model: nn.Module, known: Any) -> None:
+        """Keep what is known of a target until it is gone."""
+        self._entries = [(target, kept) for target, kept in self._entries if target() is not None]
+        self._entries.append((weakref.ref(model), known))
+
+
 class DraftModel(nn.Module):
     """A DFlash draft: fc and hidden_norm make context rows out of target features, layers turn a block into hidden rows.
 
     parts: which of OPTIONAL_PARTS the checkpoint has. mask_embedding (H,) fills the mask slots in place of the
     embedding of the mask token. embed_tokens and lm_head stand in for the target's. d2t (Vd,) int makes the head a
     reduced one: its row i is token i + d2t[i]. kernels: runs the block's attention; without it, stock MLX operations do.
+    known_targets: a slot for pair.py, which the network itself does not read.
     """
 
     OPTIONAL_PARTS = ("mask_embedding", "embed_tokens", "lm_head", "d2t")
@@ -148,27 +170,12 @@ class DraftModel(nn.Module):
             self.d2t = mx.zeros((config.draft_vocab_size,), mx.int32)
         self._rope = make_rope(config)
         self._fused_kv = None
-        self._round_seconds: dict[int, float] = {}
-        self._borrowed_head: Callable[[mx.array], mx.array] | None = None
-
-    @property
-    def round_seconds(self) -> dict[int, float]:
-        """Seconds of a round by its number of drafts, as far as they were measured with the latest target."""
-        return self._round_seconds
+        self.known_targets = KnownTargets()
 
     @property
     def token_ids(self) -> mx.array | None:
         """(Vd,) uint32, the token of each row of a reduced head; None where the head has every token."""
         return (self.d2t + mx.arange(self.d2t.size)).astype(mx.uint32) if "d2t" in self else None
-
-    @property
-    def borrowed_head(self) -> Callable[[mx.array], mx.array] | None:
-        """The rows of the target's head that a reduced head without weights of its own consists of."""
-        return self._borrowed_head
-
-    def borrow_head(self, rows: Callable[[mx.array], mx.array]) -> None:
-        """Use rows of a target's head, (1, L, H) -> (1, L, Vd), which do not become part of this model."""
-        self._borrowed_head = rows
 
     @property
     def dtype(self) -> mx.Dtype:

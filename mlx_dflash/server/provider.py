@@ -6,9 +6,9 @@ from typing import Any
 from mlx_lm.server import ModelProvider
 
 from ..caches.saved import make_prompt_cache
-from ..checkpoints.drafts import check_pair
 from ..commands.flags import load_pair
 from ..grammars import Grammars
+from ..pair import Pair
 from ..target import Structure
 
 
@@ -28,7 +28,7 @@ class Provider(ModelProvider):
         if self.cli_args.chat_template:
             self.tokenizer.chat_template = self.cli_args.chat_template
             self.tokenizer.has_chat_template = True
-        structure = Structure(self.model) if self.draft_model is None else check_pair(self.model, self.draft_model)
+        structure = Structure(self.model) if self.draft_model is None else Pair(self.model, self.draft_model).structure
         self.vocab_size = structure.vocab_size
         self.model_key = (model_path, adapter_path, draft_model_path)
 

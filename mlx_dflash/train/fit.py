@@ -13,10 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoints.drafts import build_draft, check_pair, head_rows, load, local_draft, read_draft, unpacked
+from ..checkpoints.drafts import build_draft, load, local_draft, read_draft, unpacked
 from ..checkpoints.vocabulary import frequent
 from ..draft.model import DraftModel
 from ..models.structure import Structure
+from ..pair import Pair, head_rows
 from .export import save_draft
 from .folder import RunFolder
 from .lessons import Teacher
@@ -50,7 +51,7 @@ class Fit:
             material, learned=material.learned[rank::machines], measured=material.measured if rank == 0 else []
         )
         self.config, self.draft, self.origin = self._draft()
-        check_pair(self.model, self.draft)
+        Pair(self.model, self.draft)
         self.teacher = Teacher(self.model, self.structure, self.draft.config.target_layer_ids)
         self.settings = settings_of(args) | {"fingerprint of the text": material.fingerprint(), "machines": machines}
         self.best, self.step = 0.0, 0

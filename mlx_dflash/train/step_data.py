@@ -110,7 +110,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
     """How the target answers: many prompts at a time if it can, or one by one."""
-    from ..checkpoints.drafts import check_pair, load_draft
+    from ..checkpoints.drafts import load_draft
+    from ..pair import Pair
 
     if can_batch(model):
         if args.draft_model:
@@ -121,7 +122,7 @@ def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
     draft = None
     if args.draft_model:
         draft = load_draft(args.draft_model)
-        check_pair(model, draft)
+        Pair(model, draft)
     return lambda todo, style: single_answers((model, tokenizer, draft), todo, style)
 
 

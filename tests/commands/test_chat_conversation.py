@@ -12,6 +12,7 @@ from mlx_dflash.caches.saved import make_prompt_cache
 from mlx_dflash.chat.conversation import Conversation
 from mlx_dflash.chat.settings import Settings
 from mlx_dflash.checkpoints.drafts import load_draft
+from mlx_dflash.emission import emit
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):
@@ -28,11 +29,8 @@ def assert_caches_equal_fresh(conversation):
     """The caches hold, to rounding, what one fresh read of the same tokens gives."""
     covered = conversation.covered
     fresh = make_prompt_cache(conversation.model, conversation.draft)
-    list(
-        open_session(conversation.model, conversation.draft, mx.array(covered), 1, prompt_cache=fresh).emit(
-            mx.array(covered)
-        )
-    )
+    session = open_session(conversation.model, conversation.draft, mx.array(covered), 1, prompt_cache=fresh)
+    list(emit(session, mx.array(covered)))
     for i, (kept, new) in enumerate(zip(conversation._caches, fresh)):
         assert kept.offset == len(covered), (
             f"cache {i} covers {kept.offset} tokens, the conversation has {len(covered)}"

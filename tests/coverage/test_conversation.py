@@ -44,7 +44,7 @@ def pair(request):
 
 def force(monkeypatch, model, prompt, accepts=(2, 5, 0, 3)):
     text = plain_tokens(model, prompt, 30)
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(prompt, text, list(accepts)))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(prompt, text, list(accepts)))
     return text
 
 
@@ -171,7 +171,7 @@ def test_an_exception_anywhere_in_a_round_leaves_the_caches_at_the_text(pair, pl
             text = force(patch, model, PROMPT)
             cache = mlx_dflash.make_prompt_cache(model, draft)
             generator = start(model, draft, cache, sampler=sampler)
-            fail_once(patch, *PLACES[place](model, mlx_dflash.api.Drafter), call, after)
+            fail_once(patch, *PLACES[place](model, mlx_dflash.pair.Drafter), call, after)
             tokens = run_into(Interrupted, generator)
         assert tokens == text[: len(tokens)]
         if not tokens:  # the prefill failed: nothing was read
@@ -200,7 +200,7 @@ def test_an_exception_while_nothing_is_drafted_leaves_the_caches_at_the_text(pai
     generator = start(model, draft, cache, block_size=1)
     # The context is projected at the prefill, with the last token of the prompt and, when enough rows wait, once more.
     call = 3 if place == "context projection" else 20
-    fail_once(monkeypatch, *PLACES[place](model, mlx_dflash.api.Drafter), call, after)
+    fail_once(monkeypatch, *PLACES[place](model, mlx_dflash.pair.Drafter), call, after)
     tokens = run_into(Interrupted, generator)
     assert tokens == text[: len(tokens)] and len(tokens) >= 8
     check_caches(cache, model, draft, PROMPT + tokens, f"{place}, after {len(tokens)} tokens")

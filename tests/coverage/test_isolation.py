@@ -124,7 +124,8 @@ def test_a_process_may_end_with_a_run_unfinished():
             "import mlx_dflash.api, mlx.core as mx",
             "from support.harness import small_pair",
             "model, draft = small_pair()",
-            "running = mlx_dflash.api.open_session(model, draft, mx.array([1, 2])).emit(mx.array([1, 2]))",
+            "session = mlx_dflash.api.open_session(model, draft, mx.array([1, 2]))",
+            "running = mlx_dflash.emission.emit(session, mx.array([1, 2]))",
             "next(running)",
         ]
     )
@@ -229,7 +230,7 @@ def test_a_conversation_moves_from_one_thread_to_another(take, monkeypatch):
     model, draft = tiny_target(), make_draft()
     cache = mlx_dflash.make_prompt_cache(model, draft)
     text = plain_tokens(model, PROMPT, 6)
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, text, [4]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, text, [4]))
     first = in_thread(lambda: draft_run(model, draft, PROMPT, take=take, max_tokens=6, prompt_cache=cache).tokens)
     monkeypatch.undo()
     assert first == text[:take]

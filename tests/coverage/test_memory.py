@@ -91,7 +91,7 @@ def test_a_run_of_n_tokens_copies_order_n_rows():
 def test_limits_and_the_default_stream_are_as_before_a_run(monkeypatch):
     model, draft = small_pair()
     text = plain_tokens(model, [1, 2], 6)
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter([1, 2], text, [2]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter([1, 2], text, [2]))
     before = mx.default_stream(mx.default_device()), mx.default_device()
     draft_run(model, draft, [1, 2], max_tokens=6)
     assert (mx.default_stream(mx.default_device()), mx.default_device()) == before

@@ -99,7 +99,7 @@ def test_a_stop_token_anywhere_in_a_block_ends_the_text_and_the_caches(place, mo
     first = at - place - 1  # tokens of the rounds before, behind the first one
     accepts = [first - 1] if 0 < first <= 6 else [0] * first
     forced = forced_drafter(PROMPT, text, [*accepts, 5, 5])
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced)
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced)
     cache = mlx_dflash.make_prompt_cache(model, draft)
     ours = draft_run(model, draft, PROMPT, [text[at]], max_tokens=40, prompt_cache=cache)
     plain = plain_run(model, PROMPT, [text[at]], max_tokens=40)
@@ -117,7 +117,7 @@ def test_the_first_of_two_stop_tokens_in_a_block_ends_the_text(monkeypatch):
     first, second = [i for i in range(40) if text[i] not in text[:i]][2:4]
     accepts = [0] * (first - 2) + [5]  # so that both stand in one block, or the second as its last token
     assert second - first < 5
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, text, accepts))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, text, accepts))
     ours = draft_run(model, draft, PROMPT, [text[first], text[second]], max_tokens=40)
     assert ours.tokens == text[: first + 1]
 
@@ -131,7 +131,7 @@ def test_a_mask_id_that_is_a_real_token_changes_nothing(accepts, monkeypatch):
     text = plain_tokens(model, prompt, 30)
     mask = mask if mask in text else text[3]
     draft = make_draft(draft_config(dict(mask_token_id=mask)))
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(prompt, text, [accepts]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(prompt, text, [accepts]))
     ours = draft_run(model, draft, prompt, max_tokens=30)
     assert ours.tokens == text
     assert mask in ours.tokens and mask != MASK_ID
@@ -143,7 +143,7 @@ def test_exactly_max_tokens_are_given(block_size, monkeypatch):
     config = draft_config(dict(block_size=max(block_size, 2), target_layer_ids=[0, 1]), num_target_layers=2)
     draft = make_draft(config)
     text = plain_tokens(model, PROMPT, 2 * block_size + 1)
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, text, [15]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, text, [15]))
     lengths = sorted({1, 2, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1})
     for max_tokens in lengths:
         cache = mlx_dflash.make_prompt_cache(model, draft)
@@ -210,7 +210,7 @@ def test_no_position_beyond_the_context_limit_is_computed(monkeypatch):
     model = tiny_target(max_position_embeddings=limit)
     draft = make_draft(draft_config(max_position_embeddings=limit))
     text = plain_tokens(model, PROMPT, limit - len(PROMPT))
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, text, [5, 1, 0, 3]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, text, [5, 1, 0, 3]))
     ends = []
     attention = type(model.layers[0].self_attn)
     original = attention.__call__
@@ -230,7 +230,7 @@ def test_the_acceptance_statistics_are_those_of_the_oracle(monkeypatch):
     model, draft = tiny_target(), make_draft()
     text = plain_tokens(model, PROMPT, 40)
     forced = forced_drafter(PROMPT, text, [5, 0, 3, 1])
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced)
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced)
     stats = draft_run(model, draft, PROMPT, max_tokens=40).last.stats
     assert stats.num_drafted == sum(forced.made)
     assert stats.num_accepted == sum(forced.kept)

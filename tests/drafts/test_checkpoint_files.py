@@ -15,11 +15,11 @@ from support.fixtures import draft_config, draft_inputs, draft_weights, save_dra
 from support.reference import reference_draft_logits
 
 import mlx_dflash
-from mlx_dflash.checkpoints.drafts import check_pair
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from mlx_dflash.files.safetensors import read_mask_embedding, read_safetensors, read_tensors
 from mlx_dflash.files.torch_pickle import read_torch_file
+from mlx_dflash.pair import Pair
 
 
 class TorchTensor:
@@ -285,4 +285,4 @@ def test_pairs_that_do_not_fit_name_both_sides(tmp_path, changes, target, messag
         extra = {}
     draft = mlx_dflash.load_draft(str(save_draft(tmp_path, config, draft_weights(config) | extra)))
     with pytest.raises(ValueError, match=message):
-        check_pair(tiny_target(**target), draft)
+        Pair(tiny_target(**target), draft)

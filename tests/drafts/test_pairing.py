@@ -22,8 +22,8 @@ from support.fixtures import (
 from support.harness import PROMPT, draft_run, forced_drafter, make_draft, plain_run
 
 import mlx_dflash
-from mlx_dflash.checkpoints.drafts import check_pair
 from mlx_dflash.models.structure import Structure
+from mlx_dflash.pair import Pair
 
 
 def load_changed(folder, config=None, weights=None, **options):
@@ -113,7 +113,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
 )
 def test_a_draft_for_another_target_is_refused_with_both_sides(target, draft, message):
     with pytest.raises(ValueError, match=message):
-        check_pair(tiny_target(**target), make_draft(draft_config(**draft)))
+        Pair(tiny_target(**target), make_draft(draft_config(**draft)))
 
 
 def test_other_heads_than_the_targets_are_fine():
@@ -162,7 +162,7 @@ def test_damaged_folders_are_named(tmp_path, damage):
 def test_embedding_and_head_are_the_targets_own_arrays():
     model, draft = tiny_target(), make_draft()
     before = mx.get_active_memory()
-    structure = check_pair(model, draft)
+    structure = Pair(model, draft).structure
     assert structure.embedding is model.model.embed_tokens and structure.unembed is model.lm_head
     assert mx.get_active_memory() - before <= 4096
     assert not [n for n, _ in tree_flatten(draft.parameters()) if "embed" in n]
@@ -216,11 +216,11 @@ def test_quantized_targets_give_their_own_text(kind, tied, tmp_path, monkeypatch
     assert (np.array(model(mx.array([PROMPT]))) == expected).all()
     dflash = dict(target_layer_ids=[0, 1])
     draft = make_draft(draft_config(dflash, hidden_size=64, num_target_layers=2))
-    structure, hidden = check_pair(model, draft), mx.random.normal((1, 2, 64))
+    structure, hidden = Pair(model, draft).structure, mx.random.normal((1, 2, 64))
     head = model.model.embed_tokens.as_linear if tied else model.lm_head
     assert mx.array_equal(structure.unembed(hidden), head(hidden))
     plain = plain_run(model, PROMPT, max_tokens=12)
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, plain.tokens, [3, 0, 5]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, plain.tokens, [3, 0, 5]))
     assert draft_run(model, draft, PROMPT, max_tokens=12).tokens == plain.tokens
 
 

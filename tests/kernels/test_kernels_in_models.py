@@ -21,6 +21,7 @@ import mlx_dflash
 from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
+from mlx_dflash.emission import emit
 from mlx_dflash.kernels import Kernels, Keys, Sight, choice, trial
 from mlx_dflash.kernels.record import Record
 from mlx_dflash.target import Target, by_kernels, quantized_linears
@@ -46,7 +47,7 @@ def pair(folder, kernels, quantized=True):
 
 
 def tokens(session):
-    return [emission.token for emission in session.emit(mx.array(PROMPT))]
+    return [emission.token for emission in emit(session, mx.array(PROMPT))]
 
 
 @pytest.mark.parametrize("num_context", [1, 40])
@@ -164,7 +165,7 @@ def test_draft_attention_reads_the_buffers_of_its_caches(tmp_path):
     target, draft = pair(tmp_path, Kernels("force", run=run), quantized=False)
     session = open_session(target, draft, mx.array(PROMPT), 8)
     launches.clear()
-    for emission in session.emit(mx.array(PROMPT)):
+    for emission in emit(session, mx.array(PROMPT)):
         assert all(any(keys is cache.keys for cache in session.drafter.caches) for keys in launches[-2:])
     assert launches
 

@@ -118,7 +118,7 @@ def check_case(family, rng, monkeypatch):
     with monkeypatch.context() as patch:
         if rng.rand() < 0.7:
             accepts = rng.randint(0, block_size, 7).tolist()
-            patch.setattr("mlx_dflash.api.Drafter", forced_drafter(prompt, plain.tokens, accepts))
+            patch.setattr("mlx_dflash.pair.Drafter", forced_drafter(prompt, plain.tokens, accepts))
         ours = draft_run(model, draft, prompt, **arguments())
     assert_same(ours, plain, case)
     stats = ours.last.stats
@@ -144,7 +144,7 @@ def test_from_draft_marks_exactly_the_kept_drafts(sampler, monkeypatch):
     model, draft = pair("qwen3", 97, 6)
     plain = plain_run(model, PROMPT, max_tokens=22, sampler=SAMPLERS[sampler]())
     forced = forced_drafter(PROMPT, plain.tokens, [5, 0, 3, 1, 4, 2])
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced)
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced)
     ours = draft_run(model, draft, PROMPT, max_tokens=22, sampler=SAMPLERS[sampler]())
     expected = [False] + [i < n for n in (5, 0, 3, 1, 4, 2) for i in range(n + 1)]
     assert ours.tokens == plain.tokens
@@ -157,7 +157,7 @@ def test_a_sampler_whose_draws_depend_on_the_row_gives_mlx_lms_text(vocab_size, 
     model, draft = pair("qwen3", vocab_size, 6)
     for seed in range(4):
         plain = plain_run(model, [1, 2, 3], seed=seed, max_tokens=20, sampler=draws_when_in_doubt)
-        monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter([1, 2, 3], plain.tokens, [2, 5, 0]))
+        monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter([1, 2, 3], plain.tokens, [2, 5, 0]))
         ours = draft_run(model, draft, [1, 2, 3], seed=seed, max_tokens=20, sampler=draws_when_in_doubt)
         assert ours.tokens == plain.tokens, f"seed {seed}: {ours.tokens} instead of {plain.tokens}"
 
@@ -167,7 +167,7 @@ def test_ties_fall_to_the_lower_id_in_a_block_too(block_size, monkeypatch):
     model, lower, higher = tied_rows_target(PROMPT)
     draft = make_draft(draft_config(dict(block_size=block_size)), dtype=mx.bfloat16)
     plain = plain_run(model, PROMPT, max_tokens=64)
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, plain.tokens, [1, 5, 0, 3]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, plain.tokens, [1, 5, 0, 3]))
     ours = draft_run(model, draft, PROMPT, max_tokens=64)
     assert ours.tokens == plain.tokens
     assert lower in ours.tokens and higher not in ours.tokens
@@ -183,7 +183,7 @@ def test_every_processor_sees_the_prompt_and_the_tokens_before_its_row(sampler, 
         return logits
 
     plain = plain_run(model, prompt, max_tokens=24, sampler=SAMPLERS[sampler]())
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(prompt, plain.tokens, [5, 0, 3, 1, 4, 2]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(prompt, plain.tokens, [5, 0, 3, 1, 4, 2]))
     ours = draft_run(model, draft, prompt, max_tokens=24, sampler=SAMPLERS[sampler](), logits_processors=[spy])
     assert ours.tokens == plain.tokens
     assert seen == [prompt + ours.tokens[:n] for n in range(24)]

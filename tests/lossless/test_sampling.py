@@ -128,7 +128,7 @@ def test_a_nearly_greedy_sampler_keeps_as_many_drafts_as_greedy(monkeypatch):
     model, draft = tiny_target(), make_draft()
     lengths = []
     for temperature in (0.0, 0.01):
-        monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, plain_tokens(model, PROMPT, 30), [5]))
+        monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, plain_tokens(model, PROMPT, 30), [5]))
         lengths.append(
             draft_run(model, draft, PROMPT, max_tokens=30, sampler=make_sampler(temperature)).last.stats.accepted
         )

@@ -46,7 +46,7 @@ def recite(pair, said, monkeypatch, block_size=6, draft=True, tokenizer=None, ac
     model, draft_model = pair
     said = list(said)
     if draft:
-        monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, [*said, EOS_ID], list(accepts)))
+        monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, [*said, EOS_ID], list(accepts)))
         options |= dict(draft_model=draft_model, block_size=block_size)
     tokenizer = tokenizer or byte_tokenizer()
     return list(
@@ -130,7 +130,7 @@ def test_a_stop_string_leaves_the_caches_at_the_yielded_tokens(pair, monkeypatch
 
 def test_generate_returns_the_whole_text(pair, monkeypatch):
     model, draft = pair
-    monkeypatch.setattr("mlx_dflash.api.Drafter", forced_drafter(PROMPT, [*TEXT.encode(), EOS_ID], [3]))
+    monkeypatch.setattr("mlx_dflash.pair.Drafter", forced_drafter(PROMPT, [*TEXT.encode(), EOS_ID], [3]))
     text = mlx_dflash.generate(
         model, byte_tokenizer(), PROMPT, draft_model=draft, max_tokens=60, logits_processors=[Reciting(TEXT.encode())]
     )

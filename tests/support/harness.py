@@ -17,6 +17,7 @@ from mlx_dflash.dice import Dice
 from mlx_dflash.draft.config import DraftConfig
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.drafter import Drafter
+from mlx_dflash.emission import emit
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target
@@ -153,7 +154,7 @@ class Watch:
         return self.session.rounds(mx.array(self.prompt), **prefill)
 
     def emit(self, **prefill):
-        return self.session.emit(mx.array(self.prompt), **prefill)
+        return emit(self.session, mx.array(self.prompt), **prefill)
 
 
 def fresh_caches(model, tokens, draft=None, step=2048):

@@ -17,6 +17,7 @@ from mlx_dflash.caches import rollback
 from mlx_dflash.caches.growing import KVQuantization, WindowedKVCache
 from mlx_dflash.caches.saved import load_prompt_cache, save_prompt_cache
 from mlx_dflash.dice import Dice
+from mlx_dflash.emission import emit
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target
 
@@ -52,7 +53,7 @@ def session(model, prompt, expected, accepts=(2, 0, 5, 1, 4, 3), max_tokens=40, 
 
 
 def tokens_of(running, prompt, **prefill):
-    return [emission.token for emission in running.emit(mx.array(prompt), **prefill)]
+    return [emission.token for emission in emit(running, mx.array(prompt), **prefill)]
 
 
 def arrays(caches):
@@ -186,7 +187,7 @@ def test_early_end_leaves_the_yielded_tokens(model_type):
     expected = plain_tokens(model, PROMPT, 30)
     for taken in (1, 2, 5, 7, 8, 13):
         running = session(model, PROMPT, expected, accepts=(5, 3, 2, 4))
-        emissions = running.emit(mx.array(PROMPT))
+        emissions = emit(running, mx.array(PROMPT))
         for _ in range(taken):
             next(emissions)
         emissions.close()
@@ -269,7 +270,7 @@ def test_no_trace(model_type):
     before = snapshot()
     expected = plain_tokens(model, PROMPT, 20)
     running = session(model, PROMPT, expected, max_tokens=20)
-    emissions = running.emit(mx.array(PROMPT))
+    emissions = emit(running, mx.array(PROMPT))
     next(emissions)
     assert snapshot() == before, "a scope stays open between two tokens"
     list(emissions)
@@ -281,7 +282,7 @@ def test_sequences_of_one_target_do_not_meet(model_type):
     model, other = models.build(model_type), models.build(model_type, seed=1)
     texts = [plain_tokens(m, p, 30) for m, p in ((model, PROMPT), (model, LONG_PROMPT), (other, PROMPT))]
     running = [
-        session(m, p, text, accepts=accepts, max_tokens=30).emit(mx.array(p))
+        emit(session(m, p, text, accepts=accepts, max_tokens=30), mx.array(p))
         for m, p, text, accepts in (
             (model, PROMPT, texts[0], (1, 3)),
             (model, LONG_PROMPT, texts[1], (4, 0, 2)),
