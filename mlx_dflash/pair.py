@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .checkpoints.drafts import load, load_draft
+from .checkpoints.known_pairs import find_draft
 from .dice import Dice
 from .draft.config import DraftConfig
 from .draft.model import DraftModel
@@ -19,6 +21,7 @@ from .drafter import Drafter
 from .models.structure import Structure, check_layer_ids
 from .target import Target, probe
 
+NO_DRAFT = "none"  # the name of a draft that says: generate without one
 _REHEARSED_TOKENS = 8
 
 
@@ -38,12 +41,12 @@ class Pair:
     """A target and a draft that fit together.
 
     The first pair of two models is checked, and its kernels are rehearsed; later ones know what it learned, as long
-    as both models live. tokenizer: the target's, for those who need text.
+    as both models live.
     Raises ValueError that names both sides if the draft cannot read this target.
     """
 
-    def __init__(self, model: nn.Module, draft: DraftModel, tokenizer: Any = None):
-        self.model, self.draft, self.tokenizer = model, draft, tokenizer
+    def __init__(self, model: nn.Module, draft: DraftModel):
+        self.model, self.draft = model, draft
         self.structure = Structure(model)
         known = draft.known_targets.get(model)
         self._known: Acquaintance = known or self._get_acquainted()
@@ -89,6 +92,26 @@ class Pair:
 
         self.draft.kernels.prepare(play, block_size)
         mx.clear_cache()
+
+
+def load_pair(model: str, draft_model: str | None = None, **options: Any) -> tuple[nn.Module, Any, DraftModel | None]:
+    """Load a target, its tokenizer and its draft by name.
+
+    model, draft_model: folders or hub repositories, or "demo". draft_model: None finds the public draft of the target,
+    "none" loads no draft. options: see load. Returns (model, tokenizer, draft or None).
+    Raises ValueError if no draft is known, or if the two do not belong together.
+    """
+    draft_name = draft_model or find_draft(model)
+    if draft_name is None:
+        raise ValueError(
+            f"no public DFlash draft is known for {model}; name one, or {NO_DRAFT!r} to generate without a draft"
+        )
+    target, tokenizer = load(model, **options)
+    if draft_name == NO_DRAFT:
+        return target, tokenizer, None
+    draft = load_draft(draft_name)
+    Pair(target, draft)
+    return target, tokenizer, draft
 
 
 def mismatches(config: DraftConfig, num_layers: int, hidden_size: int | None, vocab_size: int) -> list[str]:

@@ -1,6 +1,8 @@
 """Drafts and targets that belong together load and share what they should; all others are refused by name, both sides."""
 
+import gc
 import json
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -174,6 +176,29 @@ def test_the_structure_of_a_target_is_found_once_a_run(monkeypatch):
     for run in range(1, 3):
         draft_run(model, draft, PROMPT, max_tokens=2)
         assert found == [model] * run, f"{len(found)} times in {run} runs"
+
+
+def test_two_targets_of_one_draft_keep_their_own_costs_and_heads():
+    draft, ids = make_draft(), [1, 2, 40]
+    first, second = tiny_target(seed=0), tiny_target(seed=1)
+    draft.d2t = mx.array(ids) - mx.arange(3)
+    Pair(first, draft).round_seconds[3] = 0.25
+    Pair(second, draft).round_seconds[3] = 0.5
+    hidden = mx.random.normal((1, 2, 32))
+    for model, seconds in ((first, 0.25), (second, 0.5)):
+        pair = Pair(model, draft)
+        assert pair.round_seconds == {3: seconds}, f"{pair.round_seconds} of the other target"
+        assert mx.allclose(pair.head(hidden), model.lm_head(hidden)[..., mx.array(ids)], atol=1e-5)
+
+
+def test_a_draft_does_not_keep_its_targets_alive():
+    draft, model = make_draft(), tiny_target()
+    Pair(model, draft).round_seconds[1] = 1.0
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not Pair(tiny_target(), draft).round_seconds
 
 
 def test_a_tied_target_lends_its_embedding_as_the_head():
