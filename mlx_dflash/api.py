@@ -4,7 +4,7 @@ Without a draft it is mlx-lm's own path. Knows text and tokenizers; the tokens c
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .caches.growing import KVQuantization
 from .caches.saved import draft_entries, make_prompt_cache
 from .dice import Dice, LogitsProcessor, Sampler
 from .draft.model import DraftModel
-from .emission import emit
+from .emission import Emission, emit
 from .pace import Pace
 from .pair import Pair
 from .session import Session
@@ -257,34 +257,44 @@ def _block_size(block_size: int | None, num_draft_tokens: int | None, draft_mode
 
 
 def _respond(
-    model: nn.Module, tokenizer: TokenizerWrapper, session: Session, emissions: Iterator, prompt_tokens: int
+    model: nn.Module, tokenizer: TokenizerWrapper, session: Session, emissions: Generator, prompt_tokens: int
 ) -> Iterator[GenerationResponse]:
     """Turn emissions into mlx-lm's responses: text as it becomes whole, none for the token that ends the text."""
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
+    prompt_tps = 0.0
+
+    def response(n: int, emission: Emission) -> GenerationResponse:
+        if emission.finish_reason != "stop":
+            detokenizer.add_token(emission.token)
+        if emission.finish_reason is not None:
+            detokenizer.finalize()
+        return GenerationResponse(
+            text=detokenizer.last_segment,
+            token=emission.token,
+            logprobs=emission.logprobs,
+            from_draft=emission.from_draft,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tps,
+            generation_tokens=n,
+            generation_tps=n / (time.perf_counter() - started),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=emission.finish_reason,
+            stats=session.stats,
+        )
+
     with wired_limit(model, [session.stream]):
         try:
             for n, emission in enumerate(emissions, 1):
                 if n == 1:
                     prompt_tps = prompt_tokens / (time.perf_counter() - started)
                     started = time.perf_counter()
-                if emission.finish_reason != "stop":
-                    detokenizer.add_token(emission.token)
-                if emission.finish_reason is not None:
-                    detokenizer.finalize()
-                yield GenerationResponse(
-                    text=detokenizer.last_segment,
-                    token=emission.token,
-                    logprobs=emission.logprobs,
-                    from_draft=emission.from_draft,
-                    prompt_tokens=prompt_tokens,
-                    prompt_tps=prompt_tps,
-                    generation_tokens=n,
-                    generation_tps=n / (time.perf_counter() - started),
-                    peak_memory=mx.get_peak_memory() / 1e9,
-                    finish_reason=emission.finish_reason,
-                    stats=session.stats,
-                )
+                try:
+                    told = response(n, emission)
+                except BaseException as error:
+                    emissions.throw(error)  # the caller never sees this token
+                    raise
+                yield told
         finally:
             # Not left to the garbage collector: the caches must be settled when the caller goes on.
             emissions.close()

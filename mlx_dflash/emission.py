@@ -5,12 +5,13 @@ Knows sessions and their rounds; knows nothing of how a round decides.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from .caches.lease import Lease
 from .session import Session
 
 _CLEAR_EVERY = 256  # tokens, as mlx-lm does
@@ -26,25 +27,44 @@ class Emission:
     finish_reason: str | None
 
 
-def emit(session: Session, prompt: mx.array, **prefill: Any) -> Iterator[Emission]:
+def emit(session: Session, prompt: mx.array, **prefill: Any) -> Generator[Emission, None, None]:
     """Emit the target's tokens after prompt (P,), one by one. prefill: see Session.rounds.
 
     However the iteration ends, the caches then cover the prompt and exactly the emitted tokens. Where the session
-    does not settle them, the last token may be missing.
+    does not settle them, the last token may be missing. An exception thrown in takes back the token that was yielded
+    last. A run that ends in a foreign thread leaves its caches refused, until its own thread uses them again.
+    Raises ValueError if another run uses the caches, or used them since the session was made.
     """
-    covered, last = session.target.length + prompt.size, prompt[-1].item()
+    target, drafter = session.target, session.drafter
+    lease = Lease(target.caches)
+    if target.length != drafter.context_length:
+        lease.end(lambda: None)
+        raise ValueError(
+            f"the prompt cache covered {target.length} tokens when this run was made, now the draft's context covers "
+            f"{drafter.context_length}: another run used the cache since"
+        )
+    covered, last = target.length + prompt.size, prompt[-1].item()
     try:
         for latest in session.rounds(prompt, **prefill):
             verdict = latest.verdict
             for i, token in enumerate(verdict.tokens):
                 is_last = i == verdict.num_accepted
-                emission = Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
-                covered, last = covered + 1, token
-                yield emission
+                before, (covered, last) = (covered, last), (covered + 1, token)
+                try:
+                    yield Emission(token, latest.logprobs[i], not is_last, verdict.finish_reason if is_last else None)
+                except GeneratorExit:
+                    raise
+                except BaseException:
+                    covered, last = before  # thrown in by a caller that could not pass the token on
+                    raise
             if covered // _CLEAR_EVERY > (covered - len(verdict.tokens)) // _CLEAR_EVERY:
                 mx.clear_cache()
     finally:
         # At the end of the process, whoever forgot to close this needs no caches, and MLX may be gone.
         if not sys.is_finalizing():
-            with mx.stream(session.stream):
-                session.leave(covered, last)
+            lease.end(lambda: _leave(session, covered, last))
+
+
+def _leave(session: Session, covered: int, last: int) -> None:
+    with mx.stream(session.stream):
+        session.leave(covered, last)

@@ -11,6 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ..draft.model import DraftModel
 from . import rollback
 from .growing import GrowingKVCache, WindowedKVCache
+from .lease import refuse_in_use
 
 load_prompt_cache = mlx_lm_cache.load_prompt_cache
 _STOCK = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}
@@ -38,6 +39,7 @@ def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) 
 
     Raises ValueError if the list has not one entry a layer, or if the draft's entries do not cover the same tokens.
     """
+    refuse_in_use(prompt_cache)
     num_target, num_draft = len(mlx_lm_cache.make_prompt_cache(model)), draft.config.num_layers
     if len(prompt_cache) == num_target and all(c.empty() for c in prompt_cache):
         prompt_cache += draft.make_cache()
@@ -68,6 +70,7 @@ def covers(prompt_cache: list[Any], length: int) -> bool:
 
 def take_back(prompt_cache: list[Any], rows: int) -> bool:
     """Take the last rows back from every entry; return False, with nothing done, if one of them cannot give them."""
+    refuse_in_use(prompt_cache)
     has_ours = any(hasattr(c, "max_trim") for c in _leaves(prompt_cache))
     if not (
         mlx_lm_cache.can_trim_prompt_cache(prompt_cache) or (has_ours and rollback.can_drop_rows(prompt_cache, rows))
@@ -85,7 +88,11 @@ def _leaves(prompt_cache: list[Any]) -> list[Any]:
 
 
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
-    """Save a prompt cache, with or without draft entries, to a .safetensors file. metadata: text by name."""
+    """Save a prompt cache, with or without draft entries, to a .safetensors file.
+
+    metadata: text by name. Raises ValueError if a generation that has not ended uses the cache.
+    """
+    refuse_in_use(cache)
     mlx_lm_cache.save_prompt_cache(file_name, [_stock(c) for c in cache], metadata)
 
 

@@ -18,6 +18,7 @@ from ..files.gguf import GGUFFile
 from ..files.hub import download_draft, draft_folder, local_path
 from ..kernels import Kernels
 from ..kernels.record import Record, default_path
+from ..models.evaluation import evaluate
 from .gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
 from .layouts import zlab_layout
 from .names import plain_names
@@ -61,6 +62,8 @@ def load(
     )
     if path_or_hf_repo == "demo":
         model = _fit_to_device(model)
+    if not lazy:
+        evaluate(model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -81,7 +84,7 @@ def load_draft(
         draft = _fit_to_device(draft)
     if dtype is not None:
         draft.set_dtype(dtype)
-    mx.eval(draft.parameters())
+    evaluate(draft)
     draft.fuse_context_projection()
     return draft
 
