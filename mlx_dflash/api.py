@@ -85,7 +85,7 @@ def stream_generate(
             **common,
             **mlx_lm_options,
         )
-        return _stop_at(plain, stops)
+        return _stop_at(plain, stops, tokenizer)
     session = open_session(
         model,
         draft_model,
@@ -98,7 +98,7 @@ def stream_generate(
         **common,
     )
     emissions = emit(session, tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
-    return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops)
+    return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops, tokenizer)
 
 
 def generate(
@@ -300,20 +300,41 @@ def _respond(
             emissions.close()
 
 
-def _stop_at(responses: Iterator[GenerationResponse], stop_strings: list[str]) -> Iterator[GenerationResponse]:
+def _stop_at(
+    responses: Iterator[GenerationResponse], stop_strings: list[str], tokenizer: TokenizerWrapper
+) -> Iterator[GenerationResponse]:
     """End the text before the first stop string; hold back text that may be the beginning of one."""
-    held = ""
+    held, unseen = "", 0  # unseen: characters of `held` that the detokenizer dropped at the start of the text
+    is_first = bool(stop_strings)
     try:
         for response in responses:
+            if is_first and _drops_space(tokenizer, response.token):
+                held, unseen = " ", 1
+            is_first = False
             text = held + response.text
             found = [i for i in (text.find(s) for s in stop_strings) if i >= 0]
             if found:
-                yield replace(response, text=text[: min(found)], finish_reason="stop")
+                yield replace(response, text=text[unseen : min(found)], finish_reason="stop")
                 return
             held = "" if response.finish_reason else _possible_beginning(text, stop_strings)
-            yield replace(response, text=text[: len(text) - len(held)])
+            end = len(text) - len(held)
+            yield replace(response, text=text[unseen:end])
+            unseen = 0 if end >= unseen else unseen
     finally:
         responses.close()
+
+
+def _drops_space(tokenizer: TokenizerWrapper, token: int) -> bool:
+    """Whether the detokenizer leaves out the space that a token begins with where the text begins with it."""
+    texts = []
+    for count in (1, 2):
+        detokenizer = tokenizer.detokenizer
+        for _ in range(count):
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        texts.append(detokenizer.text)
+    once, twice = texts
+    return not once.startswith(" ") and twice == f"{once} {once}"
 
 
 def _possible_beginning(text: str, stop_strings: list[str]) -> str:

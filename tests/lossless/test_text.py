@@ -105,6 +105,10 @@ def test_a_stop_string_ends_the_text_wherever_blocks_end(pair, at, accepts, monk
         ("xaaab", ["aab"], "xa", "stop"),
         ("one two", ["two", "ne"], "o", "stop"),  # the first in the text, not in the list
         ("ab", "b", "a", "stop"),
+        (" abc", " ab", "", "stop"),  # the detokenizer drops the space that the text begins with
+        (" abc", [" a", "abc"], "", "stop"),
+        (" abc", "b", "a", "stop"),
+        (" abX", " abc", "abX", "stop"),
         ("漢😀", "😀", "漢", "stop"),
         ("漢😀", [], "漢😀", "stop"),
         ("abcdef", "xyz", "abcd", "length"),
