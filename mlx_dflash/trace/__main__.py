@@ -11,16 +11,11 @@ from itertools import islice
 
 import mlx.core as mx
 
-from ..commands.flags import (
-    add_model_flags,
-    add_prompt_flags,
-    add_sampling_flags,
-    load_pair,
-    read_message,
-    render_prompt,
-    sampler_from,
-    user_errors,
-)
+from ..commands.errors import user_errors
+from ..commands.flags import add_model_flags, add_prompt_flags, add_sampling_flags, read_message
+from ..commands.loading import load_pair
+from ..commands.sampling import sampler_from
+from ..commands.templates import render_prompt
 from ..session import Session
 
 
