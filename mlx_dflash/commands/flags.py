@@ -1,6 +1,6 @@
-"""The flags that the front ends share, and what some of them ask for.
+"""The flags that several front ends share, and what some of them ask for.
 
-Knows argparse and mlx-lm's names of the flags; knows nothing of models.
+Knows argparse and the names that mlx-lm gives these flags; knows nothing of models.
 """
 
 import argparse
@@ -8,41 +8,52 @@ import json
 import sys
 from typing import Any
 
-NO_DRAFT = "none"
+from ..block_size import AUTO, chosen_block_size
+from ..checkpoints.known_pairs import NO_DRAFT
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, default_block_size: str = AUTO) -> None:
+    """Add the flags that name a target and its draft. default_block_size: what the help says --block-size is."""
     add = parser.add_argument
-    add("--model", help="target: a folder or hub repository (default: the demo pair)")
+    add("--model", help="target: a folder or a repository of the Hugging Face hub (default: the demo pair)")
     add(
         "--draft-model",
-        help=f"DFlash draft of the target: a folder or hub repository; {NO_DRAFT!r} generates without one",
+        help=f"DFlash draft that was trained for the target: a folder, a .gguf file or a repository, or {NO_DRAFT!r} "
+        "to generate without a draft (default: the public draft of the target)",
     )
     add(
         "--block-size",
         type=block_size,
         metavar="N",
-        help="tokens of a block, anchor included, or 'auto' for what proves fastest (default)",
+        help="number of tokens that a round verifies, the anchor and its drafts, or 'auto' for the number that proves "
+        f"fastest (default: {default_block_size})",
     )
-    add("--num-draft-tokens", type=int, help="mlx-lm's way to say block size - 1")
-    add("--adapter-path", help="LoRA adapters of the target")
-    add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
-    add("--quantize-activations", "-qa", action="store_true", help="quantize the target's activations like its layers")
-    add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
+    add("--num-draft-tokens", type=int, metavar="N", help="mlx-lm's name for --block-size: one less, the drafts alone")
+    add("--adapter-path", help="folder of LoRA adapters of the target")
+    add("--trust-remote-code", action="store_true", help="let the tokenizer run code that comes with the model")
+    add(
+        "--quantize-activations",
+        "-qa",
+        action="store_true",
+        help="quantize the activations of each quantized layer of the target like its weights",
+    )
+    add("--extra-eos-token", nargs="+", default=(), help="further tokens that end the text")
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the prompt is; read_message and templates.render_prompt read them."""
     add = parser.add_argument
-    add("--prompt", "-p", default="hello", help="the message; '-' reads it from stdin")
-    add("--prompt-file", help="read the message from this file")
+    add("--prompt", "-p", default="hello", help="the user's message; '-' reads it from stdin (default: %(default)s)")
+    add("--prompt-file", help="file that holds the user's message")
     add("--system-prompt", help="system message for the chat template")
-    add("--prefill-response", help="beginning of the answer")
-    add("--ignore-chat-template", action="store_true", help="use the prompt as it is")
+    add("--prefill-response", help="text that the answer begins with")
+    add("--ignore-chat-template", action="store_true", help="use the message as the prompt, without the chat template")
     add("--use-default-chat-template", action="store_true", help="use the tokenizer's default chat template")
     add("--chat-template-config", type=json.loads, default={}, help="JSON object of options for the chat template")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the length of the text, its end, and the choice of its tokens; sampler_from reads the last."""
     add = parser.add_argument
     add(
         "--max-tokens",
@@ -52,42 +63,64 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         help="most tokens to generate, -1 for no limit (default: %(default)s)",
     )
     add_filter_flags(parser)
-    add("--xtc-probability", type=float, default=0.0, help="how often to exclude top choices (default: never)")
-    add("--xtc-threshold", type=float, default=0.0, help="probability from which on a token is a top choice")
-    add("--min-tokens-to-keep", type=int, default=1, help="least tokens that min-p keeps (default: %(default)s)")
+    add(
+        "--xtc-probability",
+        type=float,
+        default=0.0,
+        help="probability with which XTC removes the likeliest tokens before a token is sampled (default: 0, off)",
+    )
+    add(
+        "--xtc-threshold",
+        type=float,
+        default=0.0,
+        help="probability from which XTC counts a token among the likeliest (default: %(default)s)",
+    )
+    add(
+        "--min-tokens-to-keep",
+        type=int,
+        default=1,
+        help="number of tokens that --min-p keeps at least (default: %(default)s)",
+    )
     add("--seed", type=int, help="seed of the random numbers (default: a new one each time)")
-    add("--stop-strings", nargs="+", default=(), help="end the text before the first of these")
+    add("--stop-strings", nargs="+", default=(), help="strings that end the text; it ends before the first of them")
 
 
 def add_filter_flags(parser: argparse._ActionsContainer) -> None:
-    """What a server takes, too, for requests that do not say."""
+    """Add the flags of the samplers that everybody offers; for a server they hold where a request says nothing."""
     add = parser.add_argument
-    add("--temp", type=float, default=0.0, help="temperature; 0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: off)")
-    add("--min-p", type=float, default=0.0, help="least probability relative to the likeliest token (default: off)")
-    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens (default: off)")
+    add("--temp", type=float, default=0.0, help="sampling temperature; 0 takes the likeliest token (default: 0)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens that have this probability together (default: 1, all)",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="sample from tokens of at least this part of the likeliest token's probability (default: 0, all)",
+    )
+    add("--top-k", type=int, default=0, help="sample from this number of likeliest tokens (default: 0, all)")
 
 
 def block_size(text: str) -> int | str:
-    """A number, or "auto"; ValueError otherwise."""
-    return text if text == "auto" else int(text)
+    """Read a number, or "auto". Raises ValueError for anything else."""
+    return text if text == AUTO else int(text)
 
 
 def block_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What --block-size and --num-draft-tokens ask of stream_generate; ValueError for both, or without a draft."""
-    if args.draft_model == NO_DRAFT:
-        if args.block_size is not None or args.num_draft_tokens is not None:
-            raise ValueError("--block-size and --num-draft-tokens need a draft")
-        return {}
-    if args.num_draft_tokens is None:
-        return {"block_size": "auto" if args.block_size is None else args.block_size}
-    if args.block_size is not None:
-        raise ValueError("give --block-size or --num-draft-tokens, not both")
-    return {"num_draft_tokens": args.num_draft_tokens}
+    """Return the options of stream_generate that --block-size and --num-draft-tokens ask for, "auto" by default.
+
+    Raises ValueError if both are given, or either without a draft.
+    """
+    has_draft = args.draft_model != NO_DRAFT
+    chosen = chosen_block_size(args.block_size, args.num_draft_tokens, has_draft)
+    return {"block_size": AUTO if chosen is None else chosen} if has_draft else {}
 
 
 def read_message(args: argparse.Namespace) -> str:
-    """The prompt's text, from the argument, a file or stdin."""
+    """Return the user's message from --prompt, from --prompt-file or from stdin."""
     if args.prompt_file:
         with open(args.prompt_file) as file:
             return file.read()

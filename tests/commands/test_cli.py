@@ -178,8 +178,53 @@ def test_trace_tells_the_story(monkeypatch, capfd, pair):
     assert out.count("MASK") == 2 * 5 and out.count("target KV covers") == 3
 
 
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (("--block-size", 4, "--num-draft-tokens", 3), "not both"),
+        (("--block-size", 7), "block_size must be 1 to 6"),
+        (("--num-draft-tokens", 6), "block_size must be 1 to 6"),
+        (("--draft-model", "none"), "a trace needs a draft"),
+        (("--rounds", 0), "--rounds must be at least 1"),
+    ],
+)
+def test_trace_refuses_what_it_cannot_show(monkeypatch, capfd, pair, flags, says):
+    assert run(monkeypatch, trace.main, *pair, *flags) == 2
+    out, err = capfd.readouterr()
+    assert says in err and err.count("\n") == 1 and not out
+
+
+def block_size_help(monkeypatch, capfd, main):
+    """The help of --block-size, on one line."""
+    assert run(monkeypatch, main, "--help") == 0
+    words = " ".join(capfd.readouterr().out.split())
+    return words[words.rindex("--block-size N") : words.rindex("--num-draft-tokens")]
+
+
+@pytest.mark.parametrize("flags, rows", [((), {6}), (("--block-size", 4), {4}), (("--num-draft-tokens", 2), {3})])
+def test_trace_shows_blocks_of_the_size_that_its_help_names(monkeypatch, capfd, pair, flags, rows):
+    assert "(default: the block that the draft was trained with)" in block_size_help(monkeypatch, capfd, trace.main)
+    assert run(monkeypatch, trace.main, *pair, "-p", "hi", "--rounds", 3, "--json", *flags) == 0
+    moments = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert {len(moment["block"]) for moment in moments[1:]} == rows
+
+
+def test_generate_chooses_the_block_size_as_its_help_says(monkeypatch, capfd, pair):
+    assert "(default: auto)" in block_size_help(monkeypatch, capfd, generate)
+    asked = []
+    real = mlx_dflash.api.stream_generate
+
+    def watched(*arguments, **options):
+        asked.append(options["block_size"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr("mlx_dflash.api.stream_generate", watched)
+    assert run(monkeypatch, generate, *pair, "-p", "hi", "-m", 2) == 0
+    assert asked == ["auto"]
+
+
 @pytest.mark.parametrize("module", ["mlx_dflash", "mlx_dflash.generate", "mlx_dflash.trace"])
-def test_help(module):
+def test_help_is_shown_without_a_word_on_stderr(module):
     done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage" in done.stdout and not done.stderr
 
