@@ -1,4 +1,7 @@
-"""What a command says of an error that its user can mend. Knows exit statuses; knows nothing of what the command does."""
+"""How a command ends when it fails: one line for a mistake of the user's, and the exit status.
+
+Knows kinds of errors; knows nothing of what the command does.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn errors of the user's into one line on stderr and exit status 2, Ctrl-C into status 130."""
+    """Turn an error that the user can mend into one line on stderr and exit status 2, and Ctrl-C into status 130."""
     try:
         yield
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:

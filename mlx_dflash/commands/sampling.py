@@ -4,18 +4,23 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+# As mlx-lm's make_sampler names them; a flag, a setting or a field of a request may have another name.
+NUMBERS = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
 
-def sampler_from(args: argparse.Namespace, tokenizer: Any) -> Callable:
-    """The sampler that the sampling flags ask for, as mlx_lm.generate makes it."""
+
+def sampler(tokenizer: Any, **numbers: float) -> Callable:
+    """Make mlx-lm's sampler. numbers: those in NUMBERS that differ from mlx-lm's defaults.
+
+    XTC never removes the tokens that end a line or the text. Raises TypeError for a number that is not in NUMBERS.
+    """
     from mlx_lm.sample_utils import make_sampler
 
-    return make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        args.top_k,
-        args.xtc_probability,
-        args.xtc_threshold,
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )
+    if unknown := sorted(set(numbers) - set(NUMBERS)):
+        raise TypeError(f"a sampler takes {', '.join(NUMBERS)}; got {', '.join(unknown)}")
+    ends = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+    return make_sampler(**numbers, xtc_special_tokens=ends)
+
+
+def sampler_from(args: argparse.Namespace, tokenizer: Any) -> Callable:
+    """Make the sampler that the flags of add_sampling_flags ask for, as mlx_lm.generate makes it."""
+    return sampler(tokenizer, **{name: getattr(args, name) for name in NUMBERS})
