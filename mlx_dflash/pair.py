@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .checkpoints.drafts import load, load_draft
-from .checkpoints.known_pairs import find_draft
+from .checkpoints.known_pairs import NO_DRAFT, find_draft
 from .dice import Dice
 from .draft.config import DraftConfig
 from .draft.model import DraftModel
@@ -21,7 +21,6 @@ from .drafter import Drafter
 from .models.structure import Structure, check_layer_ids
 from .target import Target, probe
 
-NO_DRAFT = "none"  # the name of a draft that says: generate without one
 _REHEARSED_TOKENS = 8
 
 
@@ -104,7 +103,8 @@ def load_pair(model: str, draft_model: str | None = None, **options: Any) -> tup
     draft_name = draft_model or find_draft(model)
     if draft_name is None:
         raise ValueError(
-            f"no public DFlash draft is known for {model}; name one, or {NO_DRAFT!r} to generate without a draft"
+            f"no public DFlash draft is known for {model}; name one with draft_model (--draft-model), or {NO_DRAFT!r} "
+            "to generate without a draft"
         )
     target, tokenizer = load(model, **options)
     if draft_name == NO_DRAFT:

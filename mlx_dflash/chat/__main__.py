@@ -5,7 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.flags import add_model_flags, block_options, load_pair, user_errors
+from ..commands.errors import user_errors
+from ..commands.flags import add_model_flags, block_options
+from ..commands.loading import load_pair
 from .settings import Settings
 
 

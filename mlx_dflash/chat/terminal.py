@@ -14,7 +14,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console
 
-from ..commands.flags import prefill_bar
+from ..commands.progress import prefill_bar
 from .commands import COMMANDS, Leave, run_command
 from .conversation import Conversation, plain_seconds_per_token
 from .view import AnswerView

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+NO_DRAFT = "none"  # the name of a draft that says: generate without one
+
 # (target, draft), z-lab's DFlash 1 first where a target has two.
 PAIRS = [
     ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),

@@ -7,7 +7,8 @@ import sys
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from ..commands.flags import add_filter_flags, add_model_flags, block_options, user_errors
+from ..commands.errors import user_errors
+from ..commands.flags import add_filter_flags, add_model_flags, block_options
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_lm.server import ModelProvider
 
 from ..caches.saved import make_prompt_cache
-from ..commands.flags import load_pair
+from ..commands.loading import load_pair
 from ..grammars import Grammars
 from ..pair import Pair
 from ..target import Structure

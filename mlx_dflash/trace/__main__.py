@@ -11,16 +11,13 @@ from itertools import islice
 
 import mlx.core as mx
 
-from ..commands.flags import (
-    add_model_flags,
-    add_prompt_flags,
-    add_sampling_flags,
-    load_pair,
-    read_message,
-    render_prompt,
-    sampler_from,
-    user_errors,
-)
+from ..block_size import chosen_block_size
+from ..checkpoints.known_pairs import NO_DRAFT
+from ..commands.errors import user_errors
+from ..commands.flags import add_model_flags, add_prompt_flags, add_sampling_flags, read_message
+from ..commands.loading import load_pair
+from ..commands.sampling import sampler_from
+from ..commands.templates import render_prompt
 from ..session import Session
 
 
@@ -103,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="mlx_dflash.trace", description="Show what each cache covers, round by round."
     )
-    add_model_flags(parser)
+    add_model_flags(parser, default_block_size="the block that the draft was trained with")
     add_prompt_flags(parser)
     add_sampling_flags(parser)
     parser.add_argument("--rounds", type=int, default=8, help="rounds to show (default: %(default)s)")
@@ -122,14 +119,14 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     if args.stop_strings:
         raise ValueError("--stop-strings ends text, which a trace does not make")
+    if args.draft_model == NO_DRAFT:
+        raise ValueError(f"a trace needs a draft, got --draft-model {NO_DRAFT}")
+    block_size = chosen_block_size(args.block_size, args.num_draft_tokens)
     message = read_message(args)
     model, tokenizer, draft = load_pair(args)
-    if draft is None:
-        raise ValueError("a trace needs a draft")
     prompt = mx.array(render_prompt(args, tokenizer, message, continues=False))
     if args.seed is not None:
         mx.random.seed(args.seed)
-    block_size = args.block_size if args.num_draft_tokens is None else args.num_draft_tokens + 1
     session = open_session(
         model,
         draft,

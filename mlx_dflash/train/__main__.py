@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from ..commands.flags import user_errors
+from ..commands.errors import user_errors
 from . import step_data, step_eval, step_fit
 
 STEPS = {"data": step_data, "fit": step_fit, "eval": step_eval}

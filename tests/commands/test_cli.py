@@ -19,7 +19,8 @@ from support.fixtures import (
 )
 
 import mlx_dflash
-from mlx_dflash.commands import flags as cli
+from mlx_dflash.generate import compare
+from mlx_dflash.generate import main as generate
 from mlx_dflash.trace import __main__ as trace
 
 
@@ -51,7 +52,7 @@ def plain_text(pair, prompt, max_tokens):
 
 
 def test_stdout_is_the_text_and_nothing_else(monkeypatch, capfd, pair):
-    assert run(monkeypatch, cli.main, *pair, "-p", "hi", "--stats", "-m", 20) == 0
+    assert run(monkeypatch, generate, *pair, "-p", "hi", "--stats", "-m", 20) == 0
     out, err = capfd.readouterr()
     assert out == plain_text(pair, "user: hi\nassistant: ", 20) + "\n"
     assert "acceptance length" in err and "tokens-per-sec" in err
@@ -61,22 +62,22 @@ def test_stdout_is_the_text_and_nothing_else(monkeypatch, capfd, pair):
 def test_prompt_from_elsewhere(monkeypatch, capfd, pair, tmp_path, how):
     (tmp_path / "prompt.txt").write_text("a\nb")
     source = ("-p", "-") if how == "stdin" else ("--prompt-file", tmp_path / "prompt.txt")
-    assert run(monkeypatch, cli.main, *pair, *source, "-m", 8, stdin="a\nb") == 0
+    assert run(monkeypatch, generate, *pair, *source, "-m", 8, stdin="a\nb") == 0
     assert capfd.readouterr().out == plain_text(pair, "user: a\nb\nassistant: ", 8) + "\n"
 
 
 def test_flags_reach_the_template(monkeypatch, capfd, pair):
     flags = ("--system-prompt", "be", "--prefill-response", "So")
-    assert run(monkeypatch, cli.main, *pair, "-p", "x", *flags, "-m", 8) == 0
+    assert run(monkeypatch, generate, *pair, "-p", "x", *flags, "-m", 8) == 0
     out = capfd.readouterr().out
     assert out == plain_text(pair, "system: be\nuser: x\nassistant: So", 8) + "\n"
-    assert run(monkeypatch, cli.main, *pair, "-p", "x", "--ignore-chat-template", "-m", 8) == 0
+    assert run(monkeypatch, generate, *pair, "-p", "x", "--ignore-chat-template", "-m", 8) == 0
     assert capfd.readouterr().out == plain_text(pair, "x", 8) + "\n"
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temp", 0.9), ("--temp", 1, "--top-k", 5, "--xtc-probability", 0.5)])
 def test_compare_finds_the_same_tokens(monkeypatch, capfd, pair, sampling):
-    assert run(monkeypatch, cli.main, *pair, "-p", "hi", "-m", 30, "--compare", *sampling) == 0
+    assert run(monkeypatch, generate, *pair, "-p", "hi", "-m", 30, "--compare", *sampling) == 0
     assert "the same tokens as plain mlx-lm" in capfd.readouterr().err
 
 
@@ -85,16 +86,16 @@ def test_compare_tells_a_difference(monkeypatch, capfd, pair):
         def __init__(self, token):
             self.token = token
 
-    assert not cli.compare(iter(map(Response, [1, 2, 3])), [1, 5, 3], 1.0)
+    assert not compare(iter(map(Response, [1, 2, 3])), [1, 5, 3], 1.0)
     assert "from token 1 on" in capfd.readouterr().err
-    assert not cli.compare(iter(map(Response, [1, 2])), [1, 2, 3], 1.0)
+    assert not compare(iter(map(Response, [1, 2])), [1, 2, 3], 1.0)
     assert "from token 2 on" in capfd.readouterr().err
 
 
 def test_seed_repeats_and_differs(monkeypatch, capfd, pair):
     texts = []
     for seed in (1, 1, 2):
-        assert run(monkeypatch, cli.main, *pair, "-p", "hi", "-m", 30, "--temp", 1, "--seed", seed) == 0
+        assert run(monkeypatch, generate, *pair, "-p", "hi", "-m", 30, "--temp", 1, "--seed", seed) == 0
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
@@ -107,7 +108,7 @@ def test_prompt_cache_file_continues(monkeypatch, capfd, pair, tmp_path):
     mlx_dflash.generate(model, tokenizer, first, draft_model=draft, prompt_cache=cache, max_tokens=12)
     mlx_dflash.save_prompt_cache(str(tmp_path / "c.safetensors"), cache, {"model": pair[1]})
     flags = ("--prompt-cache-file", tmp_path / "c.safetensors", "-p", "two", "-m", 8)
-    assert run(monkeypatch, cli.main, "--draft-model", pair[3], *flags) == 0
+    assert run(monkeypatch, generate, "--draft-model", pair[3], *flags) == 0
     expected = mlx_dflash.generate(
         model, tokenizer, "two\nassistant: ", draft_model=draft, prompt_cache=cache, max_tokens=8
     )
@@ -128,20 +129,20 @@ def test_prompt_cache_file_continues(monkeypatch, capfd, pair, tmp_path):
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, capfd, pair, flags, says):
-    assert run(monkeypatch, cli.main, *pair, *flags) == 2
+    assert run(monkeypatch, generate, *pair, *flags) == 2
     out, err = capfd.readouterr()
     assert says in err and err.count("\n") == 1 and not out
 
 
 def test_target_without_a_draft_asks_for_one(monkeypatch, capfd, pair):
-    assert run(monkeypatch, cli.main, *pair[:2]) == 2
+    assert run(monkeypatch, generate, *pair[:2]) == 2
     assert "--draft-model" in capfd.readouterr().err
 
 
 def test_swapped_roles_are_said(monkeypatch, capfd, pair):
-    assert run(monkeypatch, cli.main, "--model", pair[3], "--draft-model", pair[3]) == 2
+    assert run(monkeypatch, generate, "--model", pair[3], "--draft-model", pair[3]) == 2
     assert "holds a DFlash draft, not a target" in capfd.readouterr().err
-    assert run(monkeypatch, cli.main, "--model", pair[1], "--draft-model", pair[1]) == 2
+    assert run(monkeypatch, generate, "--model", pair[1], "--draft-model", pair[1]) == 2
     assert "not a DFlash draft" in capfd.readouterr().err
 
 
@@ -154,7 +155,7 @@ def test_interrupt_ends_with_the_text_so_far(monkeypatch, capfd, pair):
 
     real = mlx_dflash.api.stream_generate
     monkeypatch.setattr("mlx_dflash.api.stream_generate", interrupting)
-    assert run(monkeypatch, cli.main, *pair, "-p", "hi", "--stats", "-m", 20) == 130
+    assert run(monkeypatch, generate, *pair, "-p", "hi", "--stats", "-m", 20) == 130
     out, err = capfd.readouterr()
     assert out.strip() and "interrupted" in err and "acceptance length" in err
 
@@ -177,8 +178,53 @@ def test_trace_tells_the_story(monkeypatch, capfd, pair):
     assert out.count("MASK") == 2 * 5 and out.count("target KV covers") == 3
 
 
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (("--block-size", 4, "--num-draft-tokens", 3), "not both"),
+        (("--block-size", 7), "block_size must be 1 to 6"),
+        (("--num-draft-tokens", 6), "block_size must be 1 to 6"),
+        (("--draft-model", "none"), "a trace needs a draft"),
+        (("--rounds", 0), "--rounds must be at least 1"),
+    ],
+)
+def test_trace_refuses_what_it_cannot_show(monkeypatch, capfd, pair, flags, says):
+    assert run(monkeypatch, trace.main, *pair, *flags) == 2
+    out, err = capfd.readouterr()
+    assert says in err and err.count("\n") == 1 and not out
+
+
+def block_size_help(monkeypatch, capfd, main):
+    """The help of --block-size, on one line."""
+    assert run(monkeypatch, main, "--help") == 0
+    words = " ".join(capfd.readouterr().out.split())
+    return words[words.rindex("--block-size N") : words.rindex("--num-draft-tokens")]
+
+
+@pytest.mark.parametrize("flags, rows", [((), {6}), (("--block-size", 4), {4}), (("--num-draft-tokens", 2), {3})])
+def test_trace_shows_blocks_of_the_size_that_its_help_names(monkeypatch, capfd, pair, flags, rows):
+    assert "(default: the block that the draft was trained with)" in block_size_help(monkeypatch, capfd, trace.main)
+    assert run(monkeypatch, trace.main, *pair, "-p", "hi", "--rounds", 3, "--json", *flags) == 0
+    moments = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert {len(moment["block"]) for moment in moments[1:]} == rows
+
+
+def test_generate_chooses_the_block_size_as_its_help_says(monkeypatch, capfd, pair):
+    assert "(default: auto)" in block_size_help(monkeypatch, capfd, generate)
+    asked = []
+    real = mlx_dflash.api.stream_generate
+
+    def watched(*arguments, **options):
+        asked.append(options["block_size"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr("mlx_dflash.api.stream_generate", watched)
+    assert run(monkeypatch, generate, *pair, "-p", "hi", "-m", 2) == 0
+    assert asked == ["auto"]
+
+
 @pytest.mark.parametrize("module", ["mlx_dflash", "mlx_dflash.generate", "mlx_dflash.trace"])
-def test_help(module):
+def test_help_is_shown_without_a_word_on_stderr(module):
     done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage" in done.stdout and not done.stderr
 

@@ -17,6 +17,7 @@ FRONT_ENDS = {"generate", "chat", "server", "trace", "benchmark", "convert", "tr
 LEVELS = {
     "_version": 0,
     "blas": 0,
+    "block_size": 1,
     "files": 1,
     "kernels": 1,
     "accept": 1,

@@ -1,0 +1,30 @@
+"""The target and the draft that the flags name. Knows the flags; how a pair is loaded by name is pair.py's."""
+
+import argparse
+import json
+from typing import Any
+
+
+def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
+    """Load what --model and --draft-model name. Returns (model, tokenizer, draft or None).
+
+    metadata: of a saved prompt cache, whose target and tokenizer options count where the flags say nothing.
+    Raises ValueError if no draft is known, if the two do not belong together, or for an unknown --extra-eos-token.
+    """
+    from .. import pair
+
+    metadata = metadata or {}
+    model, tokenizer, draft = pair.load_pair(
+        args.model or metadata.get("model") or "demo",
+        args.draft_model,
+        tokenizer_config={
+            "trust_remote_code": args.trust_remote_code,
+            **json.loads(metadata.get("tokenizer_config", "{}")),
+        },
+        model_config={"quantize_activations": args.quantize_activations},
+        adapter_path=args.adapter_path,
+        trust_remote_code=args.trust_remote_code,
+    )
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    return model, tokenizer, draft
