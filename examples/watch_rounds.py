@@ -4,15 +4,14 @@ from itertools import islice
 
 import mlx.core as mx
 
-from mlx_dflash import load, load_draft
-from mlx_dflash.api import open_session
+from mlx_dflash import Pair, load, load_draft, open_session
 
 model, tokenizer = load("demo")
 draft = load_draft("demo")
 prompt = mx.array(
     tokenizer.apply_chat_template([{"role": "user", "content": "Count from one to ten."}], add_generation_prompt=True)
 )
-session = open_session(model, draft, prompt, stop_tokens=tokenizer.eos_token_ids)
+session = open_session(Pair(model, draft), prompt, stop_tokens=tokenizer.eos_token_ids)
 
 for number, done in enumerate(islice(session.rounds(prompt), 8)):
     kept = [tokenizer.decode([token]) for token in done.verdict.kept]

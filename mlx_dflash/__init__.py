@@ -13,15 +13,18 @@ from .blas import load_blas
 load_blas()
 
 if TYPE_CHECKING:
-    from .api import GenerationResponse, generate, open_session, stream_generate
+    from .api import generate, open_session, stream_generate
     from .caches.saved import load_prompt_cache, make_prompt_cache, save_prompt_cache
     from .checkpoints.drafts import load, load_draft
     from .grammars import Grammars
+    from .pair import Pair
     from .session import Session
+    from .text import GenerationResponse
 
 _HOME = {
-    "GenerationResponse": "api",
+    "GenerationResponse": "text",
     "Grammars": "grammars",
+    "Pair": "pair",
     "Session": "session",
     "generate": "api",
     "load": "checkpoints.drafts",
@@ -35,6 +38,7 @@ _HOME = {
 __all__ = [
     "GenerationResponse",
     "Grammars",
+    "Pair",
     "Session",
     "generate",
     "load",

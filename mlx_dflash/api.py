@@ -1,38 +1,31 @@
 """The API of mlx-lm with a DFlash draft: text in, responses out.
 
-Without a draft it is mlx-lm's own path. Knows text and tokenizers; the tokens come from session.py.
+Without a draft it is mlx-lm's own path. Knows the options of mlx-lm and what they mean for a session; the rounds are
+session.py's, the text is text.py's.
 """
 
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.generate import GenerationResponse as _MlxLmResponse
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .block_size import AUTO, chosen_block_size
 from .caches.growing import KVQuantization
 from .caches.saved import draft_entries, make_prompt_cache
 from .dice import Dice, LogitsProcessor, Sampler
 from .draft.model import DraftModel
-from .emission import Emission, emit
+from .emission import emit
 from .pace import Pace
 from .pair import Pair
 from .session import Session
 from .stats import Stats, TimedDice, TimedDrafter
+from .text import GenerationResponse, encode, respond, stop_at
 
 _RESERVED_TOKENS = 1024  # room made at once for tokens to come; beyond it the caches grow geometrically
-
-
-@dataclass
-class GenerationResponse(_MlxLmResponse):
-    """mlx-lm's response, one a token. stats: statistics of the rounds so far, None without a draft."""
-
-    stats: Stats | None = None
 
 
 def stream_generate(
@@ -69,7 +62,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     _check_options(mlx_lm_options, draft_model)
-    block_size = _block_size(block_size, num_draft_tokens, draft_model)
+    block_size = chosen_block_size(block_size, num_draft_tokens, draft_model is not None)
     check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
     common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
@@ -85,10 +78,9 @@ def stream_generate(
             **common,
             **mlx_lm_options,
         )
-        return _stop_at(plain, stops, tokenizer)
+        return stop_at(plain, stops, tokenizer)
     session = open_session(
-        model,
-        draft_model,
+        Pair(model, draft_model),
         tokens,
         max_tokens,
         block_size=block_size,
@@ -98,7 +90,7 @@ def stream_generate(
         **common,
     )
     emissions = emit(session, tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
-    return _stop_at(_respond(model, tokenizer, session, emissions, tokens.size), stops, tokenizer)
+    return stop_at(respond(model, tokenizer, session, emissions, tokens.size), stops, tokenizer)
 
 
 def generate(
@@ -145,23 +137,8 @@ def report(response: GenerationResponse, with_rounds: bool = True) -> str:
     return "\n".join(lines)
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
-    """Return the prompt's ids (P,) as mlx-lm would: a string gets special tokens unless it begins with the BOS text.
-
-    Raises ValueError for an empty prompt or one that is not a single sequence.
-    """
-    if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=special)
-    tokens = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError(f"the prompt must be one sequence of at least one token, got shape {tokens.shape}")
-    return tokens
-
-
 def open_session(
-    model: nn.Module,
-    draft: DraftModel,
+    pair: Pair,
     prompt: mx.array,
     max_tokens: int = -1,
     *,
@@ -174,29 +151,21 @@ def open_session(
     stop_tokens: Iterable[int] = (),
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
 ) -> Session:
-    """Put a target, its draft and the dice together for one prompt (P,). Arguments as in stream_generate.
+    """Put a pair and the dice together for one prompt (P,). Arguments as in stream_generate.
 
-    quantization: of the rows that the target's caches keep. Raises ValueError, before any generation, if draft and
-    target do not belong together.
+    quantization: of the rows that the target's caches keep. Raises ValueError, before any generation, for ids that the
+    target does not have, and for a prompt cache of other models.
     """
-    pair = Pair(model, draft)
-    low, high = mx.min(prompt).item(), mx.max(prompt).item()
-    if low < 0 or high >= pair.structure.vocab_size:
-        raise ValueError(
-            f"the prompt has ids from {low} to {high}; the target's vocabulary has {pair.structure.vocab_size} tokens"
-        )
-    caches = make_prompt_cache(model, draft, max_kv_size) if prompt_cache is None else prompt_cache
-    contexts = draft_entries(caches, model, draft)
-    dice = Dice(sampler, logits_processors)
-    if isinstance(block_size, str) and block_size != "auto":
-        raise ValueError(f'block_size must be a number or "auto", got {block_size!r}')
-    is_auto = block_size == "auto"
-    drafter = pair.drafter(dice, contexts, None if is_auto else block_size)
+    _check_ids(prompt, pair.structure.vocab_size)
+    most = None if block_size == AUTO else chosen_block_size(block_size, None)
+    caches = make_prompt_cache(pair.model, pair.draft, max_kv_size) if prompt_cache is None else prompt_cache
+    contexts = draft_entries(caches, pair.model, pair.draft)
+    dice, stats = Dice(sampler, logits_processors), Stats()
+    drafter = pair.drafter(dice, contexts, most)
     target = pair.target(caches, drafter.num_drafts + 1, quantization=quantization, length=drafter.context_length)
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
-    target.reserve(target.length + prompt.size + expected + draft.config.block_size)
-    drafter.reserve(target.length + prompt.size + expected + draft.config.block_size)
-    stats = Stats()
+    for side in (target, drafter):
+        side.reserve(target.length + prompt.size + expected + pair.draft.config.block_size)
     return Session(
         target,
         TimedDrafter(drafter, stats),
@@ -204,10 +173,18 @@ def open_session(
         stop_tokens=frozenset(stop_tokens),
         max_tokens=max_tokens,
         settles=prompt_cache is not None,
-        pace=Pace(drafter.num_drafts, pair.round_seconds) if is_auto else None,
+        pace=Pace(drafter.num_drafts, pair.round_seconds) if block_size == AUTO else None,
         stream=stream,
         stats=stats,
     )
+
+
+def check_sizes(max_tokens: int, prefill_step_size: int) -> None:
+    """Raise ValueError for sizes that make no sense, in the names of stream_generate."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
 
 
 def _check_options(options: dict[str, Any], draft_model: DraftModel | None) -> None:
@@ -231,115 +208,18 @@ def _cache_options(
     quantized_kv_start: int = 5000,
     **_,
 ) -> dict[str, Any]:
-    """What open_session takes for mlx-lm's options, with mlx-lm's defaults."""
+    """Turn mlx-lm's options of the caches, with its defaults, into those of open_session."""
     quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
     return dict(max_kv_size=max_kv_size, quantization=quantization)
 
 
-def _silent(processed: int, total: int) -> None:
-    """Report no progress."""
-
-
-def check_sizes(max_tokens: int, prefill_step_size: int) -> None:
-    """Raise ValueError for sizes that make no sense, in the names of stream_generate."""
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens must be positive, or -1 for no limit; got {max_tokens}")
-    if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
-
-
-def _block_size(block_size: int | None, num_draft_tokens: int | None, draft_model: DraftModel | None) -> int | None:
-    if block_size is not None and num_draft_tokens is not None:
-        raise ValueError("give block_size or num_draft_tokens, not both")
-    if draft_model is None and (block_size is not None or num_draft_tokens is not None):
-        raise ValueError("block_size and num_draft_tokens need a draft_model")
-    return block_size if num_draft_tokens is None else num_draft_tokens + 1
-
-
-def _respond(
-    model: nn.Module, tokenizer: TokenizerWrapper, session: Session, emissions: Generator, prompt_tokens: int
-) -> Iterator[GenerationResponse]:
-    """Turn emissions into mlx-lm's responses: text as it becomes whole, none for the token that ends the text."""
-    detokenizer = tokenizer.detokenizer
-    started = time.perf_counter()
-    prompt_tps = 0.0
-
-    def response(n: int, emission: Emission) -> GenerationResponse:
-        if emission.finish_reason != "stop":
-            detokenizer.add_token(emission.token)
-        if emission.finish_reason is not None:
-            detokenizer.finalize()
-        return GenerationResponse(
-            text=detokenizer.last_segment,
-            token=emission.token,
-            logprobs=emission.logprobs,
-            from_draft=emission.from_draft,
-            prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tps,
-            generation_tokens=n,
-            generation_tps=n / (time.perf_counter() - started),
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=emission.finish_reason,
-            stats=session.stats,
+def _check_ids(prompt: mx.array, vocab_size: int) -> None:
+    ids = prompt.tolist()
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(
+            f"the prompt has ids from {min(ids)} to {max(ids)}; the target's vocabulary has {vocab_size} tokens"
         )
 
-    with wired_limit(model, [session.stream]):
-        try:
-            for n, emission in enumerate(emissions, 1):
-                if n == 1:
-                    prompt_tps = prompt_tokens / (time.perf_counter() - started)
-                    started = time.perf_counter()
-                try:
-                    told = response(n, emission)
-                except BaseException as error:
-                    emissions.throw(error)  # the caller never sees this token
-                    raise
-                yield told
-        finally:
-            # Not left to the garbage collector: the caches must be settled when the caller goes on.
-            emissions.close()
 
-
-def _stop_at(
-    responses: Iterator[GenerationResponse], stop_strings: list[str], tokenizer: TokenizerWrapper
-) -> Iterator[GenerationResponse]:
-    """End the text before the first stop string; hold back text that may be the beginning of one."""
-    held, unseen = "", 0  # unseen: characters of `held` that the detokenizer dropped at the start of the text
-    is_first = bool(stop_strings)
-    try:
-        for response in responses:
-            if is_first and _drops_space(tokenizer, response.token):
-                held, unseen = " ", 1
-            is_first = False
-            text = held + response.text
-            found = [i for i in (text.find(s) for s in stop_strings) if i >= 0]
-            if found:
-                yield replace(response, text=text[unseen : min(found)], finish_reason="stop")
-                return
-            held = "" if response.finish_reason else _possible_beginning(text, stop_strings)
-            end = len(text) - len(held)
-            yield replace(response, text=text[unseen:end])
-            unseen = 0 if end >= unseen else unseen
-    finally:
-        responses.close()
-
-
-def _drops_space(tokenizer: TokenizerWrapper, token: int) -> bool:
-    """Whether the detokenizer leaves out the space that a token begins with where the text begins with it."""
-    texts = []
-    for count in (1, 2):
-        detokenizer = tokenizer.detokenizer
-        for _ in range(count):
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        texts.append(detokenizer.text)
-    once, twice = texts
-    return not once.startswith(" ") and twice == f"{once} {once}"
-
-
-def _possible_beginning(text: str, stop_strings: list[str]) -> str:
-    """The longest end of text that is the beginning of a stop string."""
-    ends = (
-        text[-n:] for s in stop_strings for n in range(min(len(s) - 1, len(text)), 0, -1) if s.startswith(text[-n:])
-    )
-    return max(ends, key=len, default="")
+def _silent(processed: int, total: int) -> None:
+    """Report no progress."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .block_size import rows_of
 from .dice import Dice
 from .draft.model import ContextCache, DraftModel
 from .draft.selector import best
@@ -32,15 +33,9 @@ class Drafter:
         caches: list[ContextCache] | None = None,
         block_size: int | None = None,
     ):
-        most = draft.config.num_drafts + 1
-        block_size = most if block_size is None else block_size
-        if not 1 <= block_size <= most:
-            raise ValueError(
-                f"block_size must be 1 to {most}, the block that the draft was trained with; got {block_size}"
-            )
         self.draft, self.dice = draft, dice
         self.caches = draft.make_cache() if caches is None else caches
-        self.num_drafts = block_size - 1
+        self.num_drafts = rows_of(block_size, draft.config.num_drafts) - 1
         self._table = draft.get("embed_tokens", embed)
         self._head, self._token_ids = _head(draft, unembed), draft.token_ids
         mask = draft.get("mask_embedding")

@@ -30,6 +30,7 @@ from .kernels.choice import STALL_FACTOR, STALL_SECONDS, SUSTAINED, has_gpu
 from .kernels.matmul import Quantized
 from .kernels.record import Record, default_path
 from .kernels.trial import AttentionShape
+from .pair import Pair
 
 ATTENTION = {  # name -> shape
     "draft": AttentionShape(32, 8, 128, 16, mx.bfloat16, Sight(), has_block=True),
@@ -210,7 +211,7 @@ def moved_caches(kernels: Kernels) -> float:
     in each round may come back to the place it had two rounds ago.
     """
     target, draft = tiny_pair(kernels)
-    session = open_session(target, draft, mx.array([1] * 9), PIPELINED_TOKENS)
+    session = open_session(Pair(target, draft), mx.array([1] * 9), PIPELINED_TOKENS)
     rounds, moved, seen = session.rounds(mx.array([1] * 9)), 0, 0
     for span in itertools.count(1, 2):
         before = places([*session.target.caches, *session.drafter.caches])

@@ -83,8 +83,8 @@ class Stats:
         """Whether the present round tells apart its waits for the draft and for the target."""
         return self.num_rounds % _TIMED_EVERY == 0
 
-    def count(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """Count a round that took this long, drafted num_drafts tokens and kept num_accepted of them."""
+    def count(self, num_drafts: int, num_accepted: int, seconds: float = 0.0) -> None:
+        """Count a round that drafted num_drafts tokens, kept num_accepted of them, and took this long if it was timed."""
         self.num_drafted += num_drafts
         self.accepted += [0] * (num_accepted + 1 - len(self.accepted))
         if self.is_timed:

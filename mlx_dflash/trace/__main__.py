@@ -114,6 +114,7 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from ..api import open_session
+    from ..pair import Pair
 
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
@@ -128,8 +129,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(args.seed)
     session = open_session(
-        model,
-        draft,
+        Pair(model, draft),
         prompt,
         args.max_tokens,
         sampler=sampler_from(args, tokenizer),

@@ -13,6 +13,7 @@ from mlx_dflash.chat.conversation import Conversation
 from mlx_dflash.chat.settings import Settings
 from mlx_dflash.checkpoints.drafts import load_draft
 from mlx_dflash.emission import emit
+from mlx_dflash.pair import Pair
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):
@@ -29,7 +30,7 @@ def assert_caches_equal_fresh(conversation):
     """The caches hold, to rounding, what one fresh read of the same tokens gives."""
     covered = conversation.covered
     fresh = make_prompt_cache(conversation.model, conversation.draft)
-    session = open_session(conversation.model, conversation.draft, mx.array(covered), 1, prompt_cache=fresh)
+    session = open_session(Pair(conversation.model, conversation.draft), mx.array(covered), 1, prompt_cache=fresh)
     list(emit(session, mx.array(covered)))
     for i, (kept, new) in enumerate(zip(conversation._caches, fresh)):
         assert kept.offset == len(covered), (

@@ -124,7 +124,7 @@ def test_a_process_may_end_with_a_run_unfinished():
             "import mlx_dflash.api, mlx.core as mx",
             "from support.harness import small_pair",
             "model, draft = small_pair()",
-            "session = mlx_dflash.api.open_session(model, draft, mx.array([1, 2]))",
+            "session = mlx_dflash.api.open_session(mlx_dflash.pair.Pair(model, draft), mx.array([1, 2]))",
             "running = mlx_dflash.emission.emit(session, mx.array([1, 2]))",
             "next(running)",
         ]

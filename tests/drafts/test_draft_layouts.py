@@ -97,7 +97,7 @@ def test_text_with_a_reduced_head_is_the_targets_own(tmp_path, is_tied, is_quant
     sampler = make_sampler(temp=temperature)
     expected = plain_tokens(target, [3, 1, 4, 1, 5], 40, sampler=sampler, seed=5)
     mx.random.seed(5)
-    session = open_session(target, draft, mx.array([3, 1, 4, 1, 5]), 40, sampler=sampler)
+    session = open_session(Pair(target, draft), mx.array([3, 1, 4, 1, 5]), 40, sampler=sampler)
     assert [e.token for e in emit(session, mx.array([3, 1, 4, 1, 5]))] == expected
     hidden = mx.random.normal((1, 3, 32))
     whole = target.model.embed_tokens.as_linear(hidden) if is_tied else target.lm_head(hidden)

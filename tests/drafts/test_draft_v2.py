@@ -20,6 +20,7 @@ from mlx_dflash.api import open_session
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from mlx_dflash.emission import emit
+from mlx_dflash.pair import Pair
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VERSION_2 = {
@@ -118,5 +119,5 @@ def test_text_with_dflash_2_is_the_targets_own(tmp_path, temperature):
     sampler = make_sampler(temp=temperature)
     expected = plain_tokens(target, [3, 1, 4, 1, 5], 60, sampler=sampler, seed=5)
     mx.random.seed(5)
-    session = open_session(target, draft, mx.array([3, 1, 4, 1, 5]), 60, sampler=sampler)
+    session = open_session(Pair(target, draft), mx.array([3, 1, 4, 1, 5]), 60, sampler=sampler)
     assert [e.token for e in emit(session, mx.array([3, 1, 4, 1, 5]))] == expected

@@ -17,6 +17,7 @@ FRONT_ENDS = {"generate", "chat", "server", "trace", "benchmark", "convert", "tr
 LEVELS = {
     "_version": 0,
     "blas": 0,
+    "block_size": 0,
     "block_size": 1,
     "files": 1,
     "kernels": 1,
@@ -35,10 +36,11 @@ LEVELS = {
     "pair": 5,
     "session": 5,
     "emission": 6,
-    "api": 7,
-    "commands": 8,
-    **dict.fromkeys(FRONT_ENDS, 9),
-    "__main__": 10,
+    "text": 7,
+    "api": 8,
+    "commands": 9,
+    **dict.fromkeys(FRONT_ENDS, 10),
+    "__main__": 11,
 }
 
 # Functions with more than five parameters: the public API takes mlx-lm's options, constructors take options once, and

@@ -24,6 +24,7 @@ from mlx_dflash.drafter import Drafter
 from mlx_dflash.emission import emit
 from mlx_dflash.kernels import Kernels, Keys, Sight, choice, trial
 from mlx_dflash.kernels.record import Record
+from mlx_dflash.pair import Pair
 from mlx_dflash.target import Target, by_kernels, quantized_linears
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -67,7 +68,7 @@ def test_draft_logits_are_those_of_the_twin(tmp_path, num_context):
 def test_generation_by_kernels_gives_the_tokens_of_the_target_alone(tmp_path, mode):
     emulator = Emulator(order=7)
     target, draft = pair(tmp_path, Kernels(mode, run=emulator))
-    assert tokens(open_session(target, draft, mx.array(PROMPT), 6)) == plain_tokens(target, PROMPT, 6)
+    assert tokens(open_session(Pair(target, draft), mx.array(PROMPT), 6)) == plain_tokens(target, PROMPT, 6)
     launched = {report.call.name for report in emulator.reports}
     assert launched == {"dflash_attention", "dflash_attention_merge", "dflash_matmul"}
 
@@ -82,9 +83,9 @@ def test_check_mode_stops_a_pair_before_its_first_token_where_force_does_not(tmp
 
     target, draft = pair(tmp_path, Kernels("check", run=spoiled))
     with pytest.raises(RuntimeError, match=f"the {name} kernel and its twin differ"):
-        open_session(target, draft, mx.array(PROMPT), 6)
+        open_session(Pair(target, draft), mx.array(PROMPT), 6)
     target, draft = pair(tmp_path, Kernels("force", run=spoiled))
-    assert len(tokens(open_session(target, draft, mx.array(PROMPT), 2))) == 2
+    assert len(tokens(open_session(Pair(target, draft), mx.array(PROMPT), 2))) == 2
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_all_shapes_of_a_pair_are_decided_before_its_first_round(tmp_path, winni
     emulator = Emulator(checked=False)
     kernels = Kernels("auto", Record(tmp_path / "kernels.json"), run=emulator)
     target, draft = pair(tmp_path, kernels)
-    session = open_session(target, draft, mx.array(PROMPT), 9)
+    session = open_session(Pair(target, draft), mx.array(PROMPT), 9)
     decided, tried, compiled = dict(kernels.verdicts), list(winning), {program(r.call) for r in emulator.reports}
     rows = {shape.rows for shape in decided if isinstance(shape, trial.AttentionShape)}
     assert rows == {2, 4, 8} and {shape[0][0] for shape in decided if isinstance(shape, tuple)} == {5, 7}
@@ -122,7 +123,7 @@ def test_all_shapes_of_a_pair_are_decided_before_its_first_round(tmp_path, winni
     assert {program(r.call) for r in emulator.reports} == compiled
 
     again = Kernels("auto", kernels.record, run=emulator)  # another run on this machine
-    open_session(target, pair(tmp_path, again)[1], mx.array(PROMPT))
+    open_session(Pair(target, pair(tmp_path, again)[1]), mx.array(PROMPT))
     assert again.verdicts == {shape: rounded(verdict) for shape, verdict in decided.items()} and winning == tried
 
 
@@ -138,7 +139,7 @@ def rounded(verdict):
 
 def test_shape_that_did_not_come_up_in_the_rehearsal_runs_by_its_twin(tmp_path, winning):
     kernels = Kernels("auto", run=Emulator(checked=False))
-    open_session(*pair(tmp_path, kernels), mx.array(PROMPT))
+    open_session(Pair(*pair(tmp_path, kernels)), mx.array(PROMPT))
     decided = dict(kernels.verdicts)
     q, block = mx.ones((1, 4, 20, 128)), mx.ones((1, 2, 700, 128))
     kernels._run = None  # nothing can be launched
@@ -150,7 +151,7 @@ def test_without_a_gpu_nothing_is_rehearsed(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "has_gpu", lambda: False)
     monkeypatch.setattr(Target, "verify", None)
     kernels = Kernels("auto")
-    open_session(*pair(tmp_path, kernels), mx.array(PROMPT))
+    open_session(Pair(*pair(tmp_path, kernels)), mx.array(PROMPT))
     assert not kernels.verdicts
 
 
@@ -163,7 +164,7 @@ def test_draft_attention_reads_the_buffers_of_its_caches(tmp_path):
         return emulator(call)
 
     target, draft = pair(tmp_path, Kernels("force", run=run), quantized=False)
-    session = open_session(target, draft, mx.array(PROMPT), 8)
+    session = open_session(Pair(target, draft), mx.array(PROMPT), 8)
     launches.clear()
     for emission in emit(session, mx.array(PROMPT)):
         assert all(any(keys is cache.keys for cache in session.drafter.caches) for keys in launches[-2:])

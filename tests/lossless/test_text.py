@@ -17,7 +17,7 @@ from support.fixtures import (
 from support.harness import forced_drafter, make_draft
 
 import mlx_dflash
-from mlx_dflash.api import encode
+from mlx_dflash.text import encode
 
 TEXT = "a é 漢😀 b e\u0301"
 PROMPT = list(b"say: ")
