@@ -16,9 +16,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .block_size import AUTO, chosen_block_size
 from .caches.growing import KVQuantization
 from .caches.saved import draft_entries, make_prompt_cache
-from .dice import Dice, LogitsProcessor, Sampler
+from .dice import LogitsProcessor, Sampler
 from .draft.model import DraftModel
 from .emission import emit
+from .host import read_ids
 from .pace import Pace
 from .pair import Pair
 from .session import Session
@@ -65,9 +66,9 @@ def stream_generate(
     block_size = chosen_block_size(block_size, num_draft_tokens, draft_model is not None)
     check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
-    common = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
+    common: dict[str, Any] = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
     if draft_model is None:
-        plain = mlx_lm.stream_generate(
+        plain: Any = mlx_lm.stream_generate(
             model,
             tokenizer,
             tokens,
@@ -104,7 +105,7 @@ def generate(
         text += response.text
         if verbose:
             print(response.text, end="", flush=True)
-    if verbose:
+    if verbose and response is not None:
         print("\n" + "=" * 10)
         print(report(response))
     return text
@@ -157,11 +158,12 @@ def open_session(
     target does not have, and for a prompt cache of other models.
     """
     _check_ids(prompt, pair.structure.vocab_size)
-    most = None if block_size == AUTO else chosen_block_size(block_size, None)
+    rows = chosen_block_size(block_size, None)
     caches = make_prompt_cache(pair.model, pair.draft, max_kv_size) if prompt_cache is None else prompt_cache
     contexts = draft_entries(caches, pair.model, pair.draft)
-    dice, stats = Dice(sampler, logits_processors), Stats()
-    drafter = pair.drafter(dice, contexts, most)
+    stats = Stats()
+    dice = TimedDice(stats, sampler, logits_processors)
+    drafter = pair.drafter(dice, contexts, rows if isinstance(rows, int) else None)
     target = pair.target(caches, drafter.num_drafts + 1, quantization=quantization, length=drafter.context_length)
     expected = _RESERVED_TOKENS if max_tokens < 0 else min(max_tokens, _RESERVED_TOKENS)
     for side in (target, drafter):
@@ -169,7 +171,7 @@ def open_session(
     return Session(
         target,
         TimedDrafter(drafter, stats),
-        TimedDice(dice, stats),
+        dice,
         stop_tokens=frozenset(stop_tokens),
         max_tokens=max_tokens,
         settles=prompt_cache is not None,
@@ -214,7 +216,7 @@ def _cache_options(
 
 
 def _check_ids(prompt: mx.array, vocab_size: int) -> None:
-    ids = prompt.tolist()
+    ids = read_ids(prompt)
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(
             f"the prompt has ids from {min(ids)} to {max(ids)}; the target's vocabulary has {vocab_size} tokens"

@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
+
+from .host import read_id, read_ids
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -51,7 +54,7 @@ class Dice:
         self._is_greedy = self.sampler is greedy_sampler
         # mlx-lm's samplers have no memory, so they may be called for the draft's rows too.
         self._is_pure = getattr(self.sampler, "__module__", None) == make_sampler.__module__
-        self._history: mx.array | None = None
+        self._history: mx.array = mx.zeros((0,), mx.uint32)
         self._at = 0  # tokens before the block that was rolled latest
         self._states: list[tuple[int, int]] = []  # random state before the latest roll, and after each of its rows
         self._draws = 0  # random draws that one call of the sampler makes
@@ -64,7 +67,7 @@ class Dice:
         prompt: (P,) ids, for the processors. at: number of tokens before the first row that will be rolled.
         """
         self._at = at
-        self._history = prompt if self.processors else None
+        self._history = prompt
         self._states = [_state()]
         # Whoever draws meanwhile, another sequence too, gets a stream of its own.
         high, low = self._states[0]
@@ -99,7 +102,7 @@ class Dice:
             roll = _roll_greedily(logits, drafts)
             self._at = at
             return roll
-        drafted = drafts.tolist()
+        drafted = read_ids(drafts)
         roll = Roll([], [])
         states = self._states[-1:]
         with self._stream():
@@ -121,7 +124,7 @@ class Dice:
         sampled = self.sampler(logprobs)
         if self.processors:
             self._history = mx.concatenate([self._history, sampled.reshape(1)])
-        return sampled.item(), logprobs.squeeze(0)
+        return read_id(sampled), logprobs.squeeze(0)
 
     def guess(self, logits: mx.array, ids: mx.array | None = None, vocab_size: int | None = None) -> mx.array:
         """Take draft tokens (γ,) uint32 from the draft's logits as the dice will fall for the target.
@@ -144,7 +147,7 @@ class Dice:
         def choose(logits: mx.array, ids: mx.array | None = None) -> mx.array:
             if not self._can_guess:
                 return self.guess(logits, ids)
-            if ids is not None:
+            if ids is not None and vocab_size is not None:
                 # The random numbers belong to tokens, so each token must stand where it does in the target's row.
                 full = mx.full((1, vocab_size), -mx.inf, logits.dtype)
                 full[:, ids] = logits
@@ -179,15 +182,15 @@ def _roll_greedily(logits: mx.array, drafts: mx.array) -> Roll:
         tokens = mx.argmax(logits, axis=-1)
         mx.eval(tokens, num_close, drafts)
         if mx.max(num_close).item() == 1:
-            return Roll(tokens.tolist(), logprobs)
+            return Roll(read_ids(tokens), logprobs)
     tokens = mx.argmax(mx.stack(logprobs), axis=-1)
     mx.eval(tokens, drafts)
-    return Roll(tokens.tolist(), logprobs)
+    return Roll(read_ids(tokens), logprobs)
 
 
 def _state() -> tuple[int, int]:
     """The random state of this thread."""
-    high, low = mx.random.state[0].tolist()
+    high, low = read_ids(cast(list[mx.array], mx.random.state)[0])
     return high, low
 
 

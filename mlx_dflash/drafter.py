@@ -117,7 +117,7 @@ class Drafter:
         config, anchor = self.draft.config, mx.array(anchor)
         hidden = self._hidden(anchor, num_drafts)
         logits = self.logits_of(hidden)[0]
-        if config.version == 1:
+        if config.selector_top_k is None:  # DFlash 1 has no selector
             return self.dice.guess(logits, self._token_ids, config.vocab_size)
         scores, columns = best(logits, config.selector_top_k)
         ids = columns if self._token_ids is None else self._token_ids[columns]

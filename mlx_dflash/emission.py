@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from .caches.lease import Lease
+from .host import read_id
 from .session import Session
 
 _CLEAR_EVERY = 256  # tokens, as mlx-lm does
@@ -43,7 +44,7 @@ def emit(session: Session, prompt: mx.array, **prefill: Any) -> Generator[Emissi
             f"the prompt cache covered {target.length} tokens when this run was made, now the draft's context covers "
             f"{drafter.context_length}: another run used the cache since"
         )
-    covered, last = target.length + prompt.size, prompt[-1].item()
+    covered, last = target.length + prompt.size, read_id(prompt[-1])
     try:
         for latest in session.rounds(prompt, **prefill):
             verdict = latest.verdict

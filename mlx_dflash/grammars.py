@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .dice import LogitsProcessor
+from .host import read_ids
 
 
 class Grammars:
@@ -71,7 +72,7 @@ class GrammarProcessor:
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """tokens: (T,) the prompt and the text so far. logits: (1, V). Returns them with -inf for what is not allowed."""
         if self._seen is not None:
-            for token in tokens[self._seen :].tolist():
+            for token in read_ids(tokens[self._seen :]):
                 self._read(token)
         self._seen = tokens.size
         if self._after:

@@ -35,7 +35,7 @@ class Pace:
         if unknown:
             return unknown[0]
         if self._round >= self._next_check:
-            return min(self.choices, key=self._latest.get)
+            return min(self.choices, key=lambda choice: self._latest[choice])
         return self._best()
 
     def _best(self) -> int:

@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from .accept import Verdict, accept
 from .dice import Dice
+from .host import read_id, read_ids
 from .pace import Pace
 from .stats import Stats
 from .target import Target
@@ -66,6 +67,7 @@ class Session:
         self.settles, self.pace = settles, pace
         self.stream = stream or mx.default_stream(mx.default_device())
         self.stats = stats or Stats()
+        self._anchor: int  # the last emitted token, once there is a prompt
 
     def round(self, num_drafts: int, limit: float) -> Round:
         """Draft a block, verify it in one target pass, keep what the target rolled too.
@@ -78,7 +80,7 @@ class Session:
             mx.async_eval(drafts)  # the device drafts while the verify is being put together
             scores = self.target.verify(anchor, drafts)  # logits (γ + 1, V), features; one target pass
             rolled = self.dice.roll(scores.logits, drafts, at=covered)  # the target's own tokens; the one host sync
-            proposal = drafts.tolist()
+            proposal = read_ids(drafts)
             verdict = accept(proposal, rolled.tokens).cut(self.stop_tokens, limit)
             keep = verdict.num_accepted + 1  # the anchor and the kept drafts
             self.target.commit(keep)
@@ -98,7 +100,7 @@ class Session:
         prompt tokens processed so far and their total. If the prefill fails, the caches cover what they did before,
         or, where they cannot go back so far, what was read.
         """
-        self._anchor = prompt[-1].item()
+        self._anchor = read_id(prompt[-1])
         with mx.stream(self.stream):
             began = time.perf_counter()
             self.dice.begin(prompt, at=self.target.length + prompt.size - 1)
@@ -113,7 +115,7 @@ class Session:
             with mx.stream(self.stream):
                 began = time.perf_counter()
                 wanted = self.drafter.num_drafts if self.pace is None else self.pace.num_drafts
-                latest = self.round(min(limit - 1, wanted), limit)
+                latest = self.round(int(min(limit - 1, wanted)), limit)
                 outcome = len(latest.drafts), latest.verdict.num_accepted, time.perf_counter() - began
                 self.stats.count(*outcome)
                 if self.pace is not None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .dice import Dice, Roll
+
 _TIMED_EVERY = 8  # rounds
 
 
@@ -84,7 +86,7 @@ class Stats:
         return self.num_rounds % _TIMED_EVERY == 0
 
     def count(self, num_drafts: int, num_accepted: int, seconds: float = 0.0) -> None:
-        """Count a round that drafted num_drafts tokens, kept num_accepted of them, and took this long if it was timed."""
+        """Count a round that drafted num_drafts tokens and kept num_accepted of them. seconds: 0 if it was not timed."""
         self.num_drafted += num_drafts
         self.accepted += [0] * (num_accepted + 1 - len(self.accepted))
         if self.is_timed:
@@ -115,18 +117,16 @@ class TimedDrafter:
         return drafts
 
 
-class TimedDice:
-    """Dice whose rolls, which wait for the target, are timed into the statistics."""
+class TimedDice(Dice):
+    """Dice whose rolls, which wait for the target, are timed into the statistics. The others are arguments of Dice."""
 
-    def __init__(self, dice: Any, stats: Stats):
-        self._dice, self._stats = dice, stats
+    def __init__(self, stats: Stats, *args: Any):
+        super().__init__(*args)
+        self._stats = stats
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dice, name)
-
-    def roll(self, *args: Any, **kwargs: Any) -> Any:
+    def roll(self, logits: mx.array, drafts: mx.array, at: int = 0) -> Roll:
         """Return the roll of the dice."""
         began = time.perf_counter()
-        rolled = self._dice.roll(*args, **kwargs)
+        rolled = super().roll(logits, drafts, at)
         self._stats.verify_wait = time.perf_counter() - began
         return rolled

@@ -4,8 +4,9 @@ Knows tokenizers, mlx-lm's responses and a session's emissions; knows nothing of
 """
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +17,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .emission import Emission
 from .session import Session
 from .stats import Stats
+
+Response = TypeVar("Response", bound=_MlxLmResponse)
 
 
 @dataclass
@@ -41,7 +44,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> m
 
 def respond(
     model: nn.Module, tokenizer: TokenizerWrapper, session: Session, emissions: Generator, prompt_tokens: int
-) -> Iterator[GenerationResponse]:
+) -> Generator[GenerationResponse, None, None]:
     """Turn emissions into mlx-lm's responses: text as it becomes whole, none for the token that ends the text."""
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
@@ -84,8 +87,8 @@ def respond(
 
 
 def stop_at(
-    responses: Iterator[GenerationResponse], stop_strings: list[str], tokenizer: TokenizerWrapper
-) -> Iterator[GenerationResponse]:
+    responses: Generator[Response, None, None], stop_strings: list[str], tokenizer: TokenizerWrapper
+) -> Generator[Response, None, None]:
     """End the text before the first stop string; hold back text that may be the beginning of one."""
     held, unseen = "", 0  # unseen: characters of `held` that the detokenizer dropped at the start of the text
     is_first = bool(stop_strings)

@@ -14,7 +14,7 @@ from .growing import GrowingKVCache, WindowedKVCache
 from .lease import refuse_in_use
 
 load_prompt_cache = mlx_lm_cache.load_prompt_cache
-_STOCK = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}
+_STOCK: dict[type, Any] = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}
 
 
 def make_prompt_cache(

@@ -18,6 +18,7 @@ LEVELS = {
     "_version": 0,
     "blas": 0,
     "block_size": 0,
+    "host": 0,
     "block_size": 1,
     "files": 1,
     "kernels": 1,
