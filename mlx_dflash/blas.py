@@ -1,18 +1,20 @@
 """A fast BLAS for MLX's CPU backend on Linux.
 
 MLX's Linux wheel brings the reference BLAS, whose cost grows linearly with the rows of a matrix product, so a block
-would cost as much as its tokens one by one. A BLAS with global symbols that is loaded first takes its place. BLIS comes
-first: it multiplies few rows without repacking the weights, on which OpenBLAS spends most of a verify.
+would cost as much as its tokens one by one. A BLAS with global symbols that is loaded first takes its place. BLIS is
+tried first: it multiplies few rows without repacking the weights, on which OpenBLAS spends most of a verify.
+Knows libraries of the system; must be used before MLX is imported, and knows nothing of it.
 """
 
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 _BLIS = ("libblis.so.4", "libblis.so")
 _OPENBLAS = ("libopenblas.so.0", "libopenblas.so")
-_UNSET = -1  # what BLIS says of its threads where the environment says nothing
-_MOST_THREADS = 8  # few rows wait for memory, which more threads do not make faster
+_UNSET = -1  # the number of threads that BLIS reports if the environment does not say one
+_MOST_THREADS = 8  # products of few rows wait for memory, which more threads do not make faster
 
 
 def load_blas() -> bool:
@@ -33,6 +35,26 @@ def load_blas() -> bool:
             _use_all_cores(library)
         return True
     return False
+
+
+def blas_in_use() -> str | None:
+    """Return the file name of the library that multiplies matrices in this process in place of MLX's own BLAS.
+
+    None if no library has taken its place, and on systems other than Linux.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        product = ctypes.CDLL(None).cblas_sgemm
+    except AttributeError:
+        return None
+    address = ctypes.cast(product, ctypes.c_void_p).value
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, file = line.split()
+        first, end = (int(number, 16) for number in span.split("-"))
+        if first <= address < end:
+            return Path(file).name
+    return None
 
 
 def _use_all_cores(blis: ctypes.CDLL) -> None:

@@ -1,34 +1,35 @@
-"""What this machine and this pair can do, on one screen; every mismatch with its cure.
+"""The command `python -m mlx_dflash.doctor`: what this machine and this pair can do, on one screen.
 
-`python -m mlx_dflash.doctor [--model NAME] [--draft-model NAME] [--json]`. Exit status 0: all is well; 1: something
-does not fit; 2: wrong flags. Reads configurations and the headers of weight files; it downloads no weights, and
-computes nothing with them.
+Every mismatch is a finding with its cure. Reads configurations and the headers of weight files; it downloads no
+weights, and computes nothing with them. Exit status 0: all is well; 1: something does not fit; 2: wrong flags.
 """
 
 import argparse
 import json
-import os
-import platform
 import sys
 from dataclasses import asdict, dataclass, field
-from importlib import metadata, util
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from .checkpoints.known_pairs import find_draft
+from .checkpoints.known_pairs import NO_DRAFT, find_draft
 from .checkpoints.layouts import tap_numbering, zlab_layout
+from .commands.machine import Machine, this_machine
 from .draft.config import DraftConfig
 from .files.hub import draft_folder, local_path
 from .files.safetensors import is_draft_config, read_config
+from .models.structure import Structure, check_layer_ids
+from .pair import mismatches
 
 _ERRORS = (ValueError, TypeError, KeyError, OSError)
+_MARKS = {"ok": " ok ", "note": "note", "fault": " !! "}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: kind is "ok", "note" or "fault"; cure says what to do, where there is something to do."""
+    """One thing that is said: kind is "ok", "note" or "fault"; cure says what to do about it, or is empty."""
 
     kind: str
     text: str
@@ -37,22 +38,27 @@ class Finding:
 
 @dataclass
 class Report:
-    """Findings, in order, and the facts behind them by subject."""
+    """The findings in their order, and the facts that they rest on, by subject."""
 
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, kind: str, text: str, cure: str = "") -> None:
+        """Add a finding."""
         self.findings.append(Finding(kind, text, cure))
 
     @property
     def is_well(self) -> bool:
+        """Whether nothing is a fault."""
         return all(finding.kind != "fault" for finding in self.findings)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model as far as it is known without its weights. path: local folder or file, None for one on the hub."""
+    """A model as far as it is known without its weights.
+
+    path: local folder or file, None for one on the hub. num_bytes: of its weight files, None if unknown.
+    """
 
     name: str
     path: Path | None
@@ -60,16 +66,50 @@ class Source:
     num_bytes: int | None
 
 
+@dataclass(frozen=True)
+class ExaminedTarget:
+    """A target whose class was built without weights, so that its structure is known."""
+
+    source: Source
+    structure: Structure
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the hidden states by the configuration, None if it does not say."""
+        return _text_config(self.source.config).get("hidden_size")
+
+
+@dataclass(frozen=True)
+class ExaminedDraft:
+    """A draft whose configuration was read and, if it is on this machine, compared with its tensors' shapes."""
+
+    source: Source
+    config: DraftConfig
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes in memory once it is loaded: on the CPU a quantized draft is unpacked to 32 bits a weight."""
+        quantization, num_bytes = self.config.quantization, self.source.num_bytes
+        if num_bytes is None or not quantization or mx.default_device().type != mx.DeviceType.cpu:
+            return num_bytes
+        return num_bytes * 32 // quantization["bits"]
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Examine what the flags name and print the report."""
+    """Examine what the flags name, print the report, and exit with its status."""
     parser = argparse.ArgumentParser(
-        prog="mlx_dflash.doctor", description="Say what this machine and this pair can do."
+        prog="mlx_dflash.doctor",
+        description="Say what this machine can do, and whether a target and a draft fit it and each other.",
     )
     parser.add_argument(
-        "--model", help="target: a folder or hub repository (default: the demo's, where --draft-model is not given)"
+        "--model", help="target: a folder or hub repository (default: the demo's, unless --draft-model is given)"
     )
-    parser.add_argument("--draft-model", help="DFlash draft (default: the target's public one)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--draft-model",
+        help="DFlash draft: a folder, a .gguf file or a hub repository, or 'none' to examine a target alone "
+        "(default: the public draft of the target)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings and their facts as one JSON object")
     args = parser.parse_args(argv)
     report = examine(args.model, args.draft_model)
     print(as_json(report) if args.json else as_text(report))
@@ -77,153 +117,129 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def examine(model: str | None, draft_model: str | None) -> Report:
-    """Examine the machine, the target, the draft and how they fit; None where nothing is named."""
-    report = Report()
-    _machine(report)
-    if model is None and draft_model is None:
+    """Examine the machine, the target, the draft and whether they fit; None where nothing is named."""
+    report, machine = Report(), this_machine()
+    _describe_machine(report, machine)
+    if model is None and draft_model in (None, NO_DRAFT):
         model = "demo"
-    target = _target(report, model) if model else None
-    draft_name = draft_model or (_public_draft(report, model, target) if model else None)
-    draft = _draft(report, draft_name) if draft_name else None
+    target = _examine_target(report, model) if model else None
+    draft_name = draft_model or _public_draft(report, model, target)
+    draft = _examine_draft(report, draft_name) if draft_name not in (None, NO_DRAFT) else None
     if target and draft:
-        _pair(report, target, draft)
-    _memory(report, ([target.num_bytes] if target else []) + ([_bytes_in_memory(*draft)] if draft else []))
+        _compare(report, target, draft)
+    sizes = ([target.source.num_bytes] if target else []) + ([draft.num_bytes] if draft else [])
+    _weigh(report, sizes, machine.memory_bytes)
     return report
 
 
 def as_text(report: Report) -> str:
-    """One line a finding, the cure below it."""
-    marks = {"ok": " ok ", "note": "note", "fault": " !! "}
+    """Write a report for people: one line a finding, its cure below it."""
     lines = []
     for finding in report.findings:
-        lines.append(f"[{marks[finding.kind]}] {finding.text}")
+        lines.append(f"[{_MARKS[finding.kind]}] {finding.text}")
         if finding.cure:
             lines.append(f"        -> {finding.cure}")
     return "\n".join(lines)
 
 
 def as_json(report: Report) -> str:
-    """An object with ok, findings and facts."""
+    """Write a report as a JSON object with ok, findings and facts."""
     content = {"ok": report.is_well, "findings": [asdict(f) for f in report.findings], "facts": report.facts}
     return json.dumps(content, indent=2)
 
 
-def _machine(report: Report) -> None:
-    versions = {name: _version(name) for name in ("mlx", "mlx-lm", "numpy", "huggingface-hub")}
-    device, has_metal = mx.default_device(), mx.metal.is_available()
-    report.facts["machine"] = {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "device": str(device.type).rpartition(".")[2],
-        "has_metal": has_metal,
-        "memory_bytes": _memory_bytes(),
-    }
-    report.add(
-        "ok",
-        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, "
-        + ", ".join(f"{n} {v}" for n, v in versions.items()),
-    )
-    if has_metal:
-        report.add("ok", f"GPU: {mx.device_info().get('device_name', 'Metal')}, {_gb(_memory_bytes())} for models")
+def _describe_machine(report: Report, machine: Machine) -> None:
+    report.facts["machine"] = asdict(machine)
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    report.add("ok", f"{machine.system} {machine.processor}, Python {machine.python}, {versions}")
+    memory = _gb(machine.memory_bytes)
+    if machine.has_metal:
+        report.add("ok", f"GPU: {machine.chip or 'Metal'}, {memory} of memory for models")
     else:
-        report.add(
-            "note",
-            f"no Metal GPU here: everything runs on {report.facts['machine']['device']}, {_gb(_memory_bytes())} of memory",
-        )
-    if sys.platform == "linux" and device.type == mx.DeviceType.cpu and not _has_fast_blas():
-        report.add(
-            "note",
-            "neither BLIS nor OpenBLAS is loaded, so the CPU is 10 to 40 times slower than it could be",
-            "apt-get install libblis4-openmp",
-        )
-    if util.find_spec("gguf") is None:
+        report.add("note", f"there is no Metal GPU: everything runs on the {machine.device}, with {memory} of memory")
+    if machine.system == "Linux" and machine.device == "cpu":
+        if machine.blas is None:
+            report.add(
+                "note",
+                "MLX multiplies with its own BLAS on this CPU; BLIS or OpenBLAS would be 10 to 40 times faster",
+                "apt-get install libblis4-openmp",
+            )
+        else:
+            report.add("ok", f"matrix products on the CPU run in {machine.blas}")
+    if find_spec("gguf") is None:
         report.add("note", "GGUF files with k-quants cannot be read", "pip install gguf")
 
 
-def _target(report: Report, name: str) -> Source | None:
+def _examine_target(report: Report, name: str) -> ExaminedTarget | None:
     try:
         source = _source(name, is_draft=False)
         if is_draft_config(source.config):
-            report.add(
-                "fault", f"target {name}: this is a DFlash draft", "pass it as --draft-model, and its target as --model"
-            )
+            cure = "pass it as --draft-model, and its target as --model"
+            report.add("fault", f"target {name}: this is a DFlash draft", cure)
             return None
-        text = source.config.get("text_config") or source.config
-        facts = {
+        text, quantization = _text_config(source.config), source.config.get("quantization")
+        report.facts["target"] = {
             "model_type": source.config.get("model_type"),
             "num_layers": text.get("num_hidden_layers"),
             "hidden_size": text.get("hidden_size"),
             "vocab_size": text.get("vocab_size"),
-            "quantization": source.config.get("quantization"),
+            "quantization": quantization,
             "bytes": source.num_bytes,
         }
-        report.facts["target"] = facts
-        _check_target_class(source.config)
+        structure = _build_target(source.config)
     except _ERRORS as error:
         report.add("fault", f"target {name}: {error}")
         return None
     report.add(
         "ok",
-        f"target {name}: {facts['model_type']}, {facts['num_layers']} layers, {_packing(facts['quantization'])}, {_gb(source.num_bytes)}",
+        f"target {name}: {source.config['model_type']}, {len(structure.layers)} layers, {_packing(quantization)}, "
+        f"{_gb(source.num_bytes)}",
     )
-    return source
+    return ExaminedTarget(source, structure)
 
 
-def _check_target_class(config: dict[str, Any]) -> None:
-    """Build the model without weights and look whether its caches can roll back. Raises ValueError if not."""
+def _build_target(config: dict[str, Any]) -> Structure:
+    """Build the model without weights and return its structure.
+
+    Raises ValueError if mlx-lm does not know the model, or if its caches cannot go back.
+    """
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import _get_classes
 
     from .caches import rollback
-    from .target import Structure
 
     model_class, arguments = _get_classes(config)
     model = model_class(arguments.from_dict(config))
-    Structure(model)
+    structure = Structure(model)
     rollback.adopt(make_prompt_cache(model), slack=16)
+    return structure
 
 
-def _public_draft(report: Report, name: str, target: Source | None) -> str | None:
+def _public_draft(report: Report, name: str, target: ExaminedTarget | None) -> str | None:
     try:
-        draft = find_draft(name, target.config if target else None)
+        draft = find_draft(name, target.source.config if target else None)
     except ValueError as error:
         report.add("fault", str(error), "pass the draft that was trained for this target as --draft-model")
         return None
     if draft is None:
-        report.add(
-            "fault",
-            f"no public DFlash draft is known for {name}",
-            "pass one as --draft-model, or --draft-model none to generate without",
-        )
+        cure = f"pass a draft as --draft-model, or --draft-model {NO_DRAFT} to generate without one"
+        report.add("fault", f"no public DFlash draft is known for {name}", cure)
     return draft
 
 
-def _draft(report: Report, name: str) -> tuple[Source, DraftConfig] | None:
+def _examine_draft(report: Report, name: str) -> ExaminedDraft | None:
     try:
         source = _source(name, is_draft=True)
         if not is_draft_config(source.config):
-            report.add(
-                "fault",
-                f"draft {name}: a {source.config.get('model_type')} model, not a DFlash draft",
-                "pass it as --model",
-            )
+            kind = source.config.get("model_type")
+            report.add("fault", f"draft {name}: a {kind} model, not a DFlash draft", "pass it as --model")
             return None
-        if source.path is not None:
-            from .checkpoints.drafts import build_draft, read_draft
-
-            config = build_draft(*read_draft(source.path), source.path).config
-        else:
-            config = DraftConfig.from_dict(zlab_layout(source.config))
+        config = _draft_config(source)
     except _ERRORS as error:
         report.add("fault", f"draft {name}: {error}")
         return None
-    report.facts["draft"] = {
-        **asdict(config),
-        "version": config.version,
-        "num_drafts": config.num_drafts,
-        "bytes": source.num_bytes,
-    }
+    counts = {"version": config.version, "num_drafts": config.num_drafts, "bytes": source.num_bytes}
+    report.facts["draft"] = asdict(config) | counts
     kinds = {"full_attention": "full", "sliding_attention": f"sliding {config.sliding_window}"}
     layers = ", ".join(
         f"{config.layer_types.count(kind)} {word}" for kind, word in kinds.items() if kind in config.layer_types
@@ -233,65 +249,61 @@ def _draft(report: Report, name: str) -> tuple[Source, DraftConfig] | None:
         f"draft {name}: DFlash {config.version}, {config.num_layers} layers ({layers}), block {config.block_size} = "
         f"{config.num_drafts} drafts, {_packing(config.quantization)}, {_gb(source.num_bytes)}",
     )
-    report.add(
-        "ok",
-        f"taps layers {', '.join(map(str, config.target_layer_ids))} of its target ({tap_numbering(source.config)})",
-    )
-    return source, config
+    taps = ", ".join(map(str, config.target_layer_ids))
+    report.add("ok", f"the draft taps layers {taps} of its target ({tap_numbering(source.config)})")
+    return ExaminedDraft(source, config)
 
 
-def _pair(report: Report, target: Source, draft: tuple[Source, DraftConfig]) -> None:
-    text, config, before = target.config.get("text_config") or target.config, draft[1], len(report.findings)
-    other = "this draft was trained for another target; pass the right one"
-    num_layers, hidden_size, vocab_size = (text.get(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
-    if config.num_target_layers not in (None, num_layers):
-        report.add("fault", f"the draft's target has {config.num_target_layers} layers, this one {num_layers}", other)
-    elif num_layers is not None and max(config.target_layer_ids) >= num_layers:
-        report.add(
-            "fault",
-            f"the draft taps layer {max(config.target_layer_ids)}, the target's last is {num_layers - 1}",
-            other,
+def _draft_config(source: Source) -> DraftConfig:
+    """Return the draft's configuration; raise ValueError if the tensors of a local draft do not have its shapes."""
+    if source.path is None:
+        return DraftConfig.from_dict(zlab_layout(source.config))
+    from .checkpoints.drafts import build_draft, read_draft
+
+    return build_draft(*read_draft(source.path), source.path).config
+
+
+def _compare(report: Report, target: ExaminedTarget, draft: ExaminedDraft) -> None:
+    """Add a fault for everything that does not fit between target and draft."""
+    config, structure = draft.config, target.structure
+    borrows = not (config.has_own_embedding and config.has_own_head)
+    width = structure.embed(mx.array([[0]])).shape[-1] if borrows else None
+    found = mismatches(config, len(structure.layers), width, structure.vocab_size)
+    if config.target_hidden_size != (target.hidden_size or config.target_hidden_size):
+        found.append(
+            f"the draft expects hidden states of width {config.target_hidden_size}, the target's layers give "
+            f"{target.hidden_size}"
         )
-    if hidden_size is not None and config.target_hidden_size != hidden_size:
-        report.add(
-            "fault",
-            f"the draft reads hidden states of width {config.target_hidden_size}, the target's have {hidden_size}",
-            other,
-        )
-    if vocab_size is not None and config.vocab_size != vocab_size:
-        report.add("fault", f"the draft has {config.vocab_size} tokens, the target {vocab_size}", other)
-    if len(report.findings) == before:
+    try:
+        check_layer_ids(config.target_layer_ids, len(structure.layers))
+    except ValueError as error:
+        found.append(str(error))
+    for text in found:
+        report.add("fault", text, "this draft was trained for another target; pass the right one as --draft-model")
+    if not found:
         report.add("ok", "target and draft fit: layers, hidden size and vocabulary agree")
 
 
-def _bytes_in_memory(source: Source, config: DraftConfig) -> int | None:
-    """What a draft takes when it is loaded: on the CPU a quantized one is unpacked to 32 bits a weight."""
-    if source.num_bytes is None or not config.quantization or mx.default_device().type != mx.DeviceType.cpu:
-        return source.num_bytes
-    return source.num_bytes * 32 // config.quantization["bits"]
-
-
-def _memory(report: Report, sizes: list[int | None]) -> None:
+def _weigh(report: Report, sizes: list[int | None], available: int) -> None:
+    """Compare the bytes of all weights with those of the memory; say nothing if one is unknown."""
     if not sizes or None in sizes:
         return
-    needed, available = sum(sizes), _memory_bytes()
+    needed = sum(sizes)
     report.facts["memory"] = {"needed_bytes": needed, "available_bytes": available}
+    text = f"the weights take {_gb(needed)} of {_gb(available)}"
     if needed > available:
-        report.add(
-            "fault",
-            f"the weights take {_gb(needed)}, there are {_gb(available)}",
-            "take a target of fewer bits: python -m mlx_dflash.convert ... -q",
-        )
+        report.add("fault", text, "take a target of fewer bits: python -m mlx_dflash.convert ... -q")
     elif needed > 0.8 * available:
-        report.add(
-            "note", f"the weights take {_gb(needed)} of {_gb(available)}: there is little room for long contexts"
-        )
+        report.add("note", f"{text}: there is little room for long contexts")
     else:
-        report.add("ok", f"the weights take {_gb(needed)} of {_gb(available)}")
+        report.add("ok", text)
 
 
 def _source(name: str, is_draft: bool) -> Source:
-    """Find the configuration and the size of a model. Raises ValueError or OSError if there is none."""
+    """Find the configuration and the size of a model.
+
+    Raises ValueError or OSError if there is none.
+    """
     path = _demo_path(is_draft) if name == "demo" else local_path(name)
     if path is None:
         return _hub_source(name)
@@ -312,6 +324,7 @@ def _source(name: str, is_draft: bool) -> Source:
 
 
 def _hub_source(name: str) -> Source:
+    """Ask the hub for a model's configuration and for the sizes of its files."""
     from huggingface_hub import HfApi, hf_hub_download
 
     from .files.hub import from_hub
@@ -331,24 +344,8 @@ def _demo_path(is_draft: bool) -> Path:
     return demo.draft_path() if is_draft else demo.target_path()
 
 
-def _memory_bytes() -> int:
-    """Memory that models may take, in bytes: the GPU's working set, or this machine's memory."""
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _has_fast_blas() -> bool:
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text() if maps.exists() else None
-    return loaded is None or "libblis" in loaded or "openblas" in loaded
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config") or config
 
 
 def _packing(quantization: dict[str, Any] | None) -> str:

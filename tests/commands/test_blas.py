@@ -13,8 +13,11 @@ from mlx_dflash import blas
 
 @pytest.fixture
 def system(monkeypatch):
-    """A Linux machine of 4 cores. installed: libraries, each with whether it is a build for OpenMP. environment, threads: what it says
-    of threads, and what was set."""
+    """A Linux machine of 4 cores.
+
+    installed: libraries, each with whether it is a build for OpenMP. environment: threads that the environment asks
+    for. threads: those that were set.
+    """
     system = SimpleNamespace(installed={}, asked=[], environment=-1, threads=None)
 
     def load(name, mode):
@@ -81,7 +84,8 @@ def test_threads_of_the_real_blis(environment, threads):
     code = (
         "import ctypes, mlx_dflash\n"
         "blis = ctypes.CDLL(None)\n"
-        "print(blis.bli_thread_get_num_threads() if hasattr(blis, 'bli_info_get_enable_openmp') and blis.bli_info_get_enable_openmp() else 'absent')"
+        "is_for_openmp = hasattr(blis, 'bli_info_get_enable_openmp') and blis.bli_info_get_enable_openmp()\n"
+        "print(blis.bli_thread_get_num_threads() if is_for_openmp else 'absent')"
     )
     kept = {name: value for name, value in os.environ.items() if name not in ("BLIS_NUM_THREADS", "OMP_NUM_THREADS")}
     run = subprocess.run(
@@ -93,6 +97,24 @@ def test_threads_of_the_real_blis(environment, threads):
     if run.stdout.strip() == "absent":
         pytest.skip("BLIS for OpenMP is not installed")
     assert run.returncode == 0 and int(run.stdout) == threads, run.stdout + run.stderr
+
+
+def blas_in_use_after(imports):
+    """What a new process finds that has made these imports."""
+    code = f"{imports}\nfrom mlx_dflash.blas import blas_in_use; print(blas_in_use())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_blas_in_use_is_the_one_that_was_loaded():
+    code = "from mlx_dflash import blas; print(blas.load_blas())"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    found = blas_in_use_after("import mlx_dflash, numpy, mlx.core")
+    assert (found.startswith(("libblis", "libopenblas"))) == (loaded == "True"), found
+
+
+def test_the_blas_that_numpy_brings_for_itself_is_not_taken_for_ours():
+    """MLX is imported first, so that no other BLAS is loaded; numpy's wheel has an OpenBLAS with names of its own."""
+    assert blas_in_use_after("import mlx.core, numpy") == "None"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems bring their own BLAS")

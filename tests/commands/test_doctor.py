@@ -1,7 +1,7 @@
-"""The doctor's findings: what fits is said to fit, every mismatch is a fault with its subject, the exit status tells."""
+"""The doctor says that a pair fits if it does, names every mismatch as a fault, and its exit status says which."""
 
 import json
-import sys
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -20,6 +20,7 @@ from support.fixtures import (
 from convert import convert_draft
 from convert.draft import Changes, Quantization
 from mlx_dflash import doctor
+from mlx_dflash.pair import load_pair
 
 
 def save_pair(folder, config=None, target=None):
@@ -50,14 +51,24 @@ def test_a_pair_that_fits(tmp_path, capsys):
     assert content["facts"]["memory"]["needed_bytes"] > 0
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or mx.default_device() != mx.cpu, reason="other machines bring their own BLAS"
-)
-@pytest.mark.parametrize("has", [True, False])
-def test_a_missing_blas_is_noted(tmp_path, capsys, monkeypatch, has):
-    monkeypatch.setattr(doctor, "_has_fast_blas", lambda: has)
+def on_machine(monkeypatch, **changes):
+    """Let the doctor find this machine with other properties."""
+    here = doctor.this_machine()
+    monkeypatch.setattr(doctor, "this_machine", lambda: replace(here, **changes))
+
+
+@pytest.mark.parametrize("blas", ["libblis.so.4", None])
+def test_the_blas_is_named_or_its_absence_noted(tmp_path, capsys, monkeypatch, blas):
+    on_machine(monkeypatch, system="Linux", device="cpu", blas=blas)
     status, text = run(capsys, save_pair(tmp_path))
-    assert status == 0 and ("apt-get install libblis4-openmp" in text) is not has
+    assert status == 0 and ("apt-get install libblis4-openmp" in text) is (blas is None)
+    assert ("matrix products on the CPU run in libblis.so.4" in text) is (blas is not None)
+
+
+def test_a_mac_needs_no_other_blas(tmp_path, capsys, monkeypatch):
+    on_machine(monkeypatch, system="Darwin", device="gpu", has_metal=True, chip="Apple M9", blas=None)
+    text = run(capsys, save_pair(tmp_path))[1]
+    assert "GPU: Apple M9" in text and "BLAS" not in text
 
 
 def test_no_weights_are_read(tmp_path, capsys):
@@ -78,29 +89,49 @@ def test_shifted_tap_layers_are_visible(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "target", "message"),
     [
-        (draft_config(), dict(num_hidden_layers=5), "target has 4 layers, this one 5"),
-        (draft_config(num_target_layers=None), dict(num_hidden_layers=2), "taps layer 2, the target's last is 1"),
-        (draft_config(), dict(hidden_size=64), "width 32, the target's have 64"),
-        (draft_config(vocab_size=98), {}, "98 tokens, the target 97"),
-        (draft2_config(dict(mask_token_id=None)), {}, "mask_token_id"),
+        (draft_config(), dict(num_hidden_layers=5), "a target of 4 layers, this target has 5"),
+        (draft_config(num_target_layers=None), dict(num_hidden_layers=2), "taps layers [0, 2], but the target has 2"),
+        (draft_config(), dict(hidden_size=64), "the draft's hidden size is 32, the target's embedding has width 64"),
+        (draft_config(target_hidden_size=48), {}, "hidden states of width 48, the target's layers give 32"),
+        (draft_config(vocab_size=98), {}, "a vocabulary of 98 tokens, the target one of 97"),
     ],
 )
-def test_mismatches_are_faults(tmp_path, capsys, config, target, message):
+def test_the_doctor_says_of_a_pair_that_does_not_fit_what_loading_it_says(tmp_path, capsys, config, target, message):
     flags = save_pair(tmp_path, config, target)
     status, text = run(capsys, flags)
     assert status == 1 and message in text and "[ !! ]" in text
     assert json.loads(run(capsys, [*flags, "--json"])[1])["ok"] is False
+    with pytest.raises(ValueError) as error:
+        load_pair(flags[1], flags[3])
+    assert str(error.value) in text
 
 
-def test_swapped_roles_absent_folders_and_unknown_models(tmp_path, capsys):
+def test_a_draft_that_lacks_a_key_is_a_fault(tmp_path, capsys):
+    status, text = run(capsys, save_pair(tmp_path, draft2_config(dict(mask_token_id=None))))
+    assert status == 1 and "mask_token_id" in text and "[ !! ]" in text
+
+
+def test_swapped_roles_are_named(tmp_path, capsys):
     flags = save_pair(tmp_path)
     status, text = run(capsys, ["--model", flags[3], "--draft-model", flags[1]])
     assert status == 1 and "this is a DFlash draft" in text and "not a DFlash draft" in text
+
+
+def test_an_absent_folder_is_a_fault(tmp_path, capsys):
     status, text = run(capsys, ["--model", str(tmp_path / "absent")])
     assert status == 1 and "no folder" in text
+
+
+def test_a_model_that_mlx_lm_does_not_know_is_a_fault(tmp_path, capsys):
+    flags = save_pair(tmp_path)
     (tmp_path / "target" / "config.json").write_text('{"model_type": "nonesuch"}')
     status, text = run(capsys, flags)
     assert status == 1 and "nonesuch" in text
+
+
+def test_a_target_can_be_examined_without_a_draft(tmp_path, capsys):
+    status, text = run(capsys, [*save_pair(tmp_path)[:2], "--draft-model", "none"])
+    assert status == 0 and "draft" not in text
 
 
 def test_draft_of_a_target_is_looked_up(tmp_path, capsys):
@@ -123,7 +154,7 @@ def test_gguf_draft_and_gguf_target(tmp_path, capsys):
 
 def test_weights_that_do_not_fit_the_memory(tmp_path, capsys, monkeypatch):
     flags = save_pair(tmp_path)
-    monkeypatch.setattr(doctor, "_memory_bytes", lambda: 1000)
+    on_machine(monkeypatch, memory_bytes=1000)
     status, text = run(capsys, flags)
     assert status == 1 and "fewer bits" in text
 
