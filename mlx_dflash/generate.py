@@ -1,6 +1,7 @@
-"""The command `python -m mlx_dflash.generate`: mlx-lm's flags, text on stdout, everything else on stderr.
+"""The command `python -m mlx_dflash.generate`: one prompt in, the target's text out.
 
-The module can be called: it is the function mlx_dflash.generate of api.py, which its import would hide otherwise.
+It takes the flags of mlx_lm.generate and a few of its own, writes the text to stdout and everything else to stderr.
+The module can also be called: it is the function mlx_dflash.generate of api.py, which importing it would hide.
 """
 
 import argparse
@@ -18,97 +19,57 @@ from .commands.progress import prefill_bar
 from .commands.sampling import sampler_from
 from .commands.templates import render_prompt
 
+# Flags that stream_generate takes under the same name.
+_OPTIONS = (
+    "max_tokens",
+    "stop_strings",
+    "prefill_step_size",
+    "max_kv_size",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+)
 
-def make_parser(prog: str = "mlx_dflash.generate", description: str | None = None) -> argparse.ArgumentParser:
-    """The flags of mlx_lm.generate, and ours."""
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return a parser of the flags of mlx_lm.generate and of ours."""
     parser = argparse.ArgumentParser(
-        prog=prog, description=description or "Generate text with a target and its DFlash draft."
+        prog="mlx_dflash.generate",
+        description="Generate text with a target and its DFlash draft; the text is the target's own.",
     )
     add_model_flags(parser)
     add_prompt_flags(parser)
     add_sampling_flags(parser)
     add = parser.add_argument
     add("--verbose", type=_true_false, default=True, help="report speed and memory on stderr (default: true)")
-    add("--stats", action="store_true", help="report rounds, acceptance and times on stderr")
+    add("--stats", action="store_true", help="report rounds, kept drafts, and milliseconds of each part on stderr")
     add(
         "--compare",
         action="store_true",
-        help="run plain mlx-lm too: check that the tokens are the same, print the speed ratio",
+        help="run plain mlx-lm as well, check that its tokens are the same, and print the ratio of the times",
     )
-    add("--prefill-step-size", type=int, default=2048, help="prompt tokens processed at a time (default: %(default)s)")
-    add("--json-schema", help="let only JSON of this schema through: its text, or a file that holds it")
-    add("--prompt-cache-file", help="saved caches to continue from")
-    add("--max-kv-size", type=int, help="most rows of a key-value cache")
-    add("--kv-bits", type=int, help="bits of a quantized key-value cache (default: not quantized)")
+    add("--prefill-step-size", type=int, default=2048, help="prompt tokens read at a time (default: %(default)s)")
+    add("--json-schema", help="JSON schema that the text must follow: the schema itself, or a file that holds it")
+    add("--prompt-cache-file", help="file of saved caches of a conversation that this prompt continues")
+    add("--max-kv-size", type=int, help="most tokens that a key-value cache of the target keeps (default: all)")
+    add("--kv-bits", type=int, help="bits of the target's key-value caches (default: they are not quantized)")
     add(
-        "--kv-group-size", type=int, default=64, help="group size of a quantized key-value cache (default: %(default)s)"
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized key-value cache (default: %(default)s)",
     )
     add(
         "--quantized-kv-start",
         type=int,
         default=5000,
-        help="with --kv-bits, quantize from this token on (default: %(default)s)",
+        help="number of tokens from which --kv-bits takes effect (default: %(default)s)",
     )
     return parser
 
 
-def _true_false(text: str) -> bool:
-    if text.lower() not in ("true", "t", "1", "false", "f", "0"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() in ("true", "t", "1")
-
-
-def processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Callable[[], list[Callable]]:
-    """Makes the logits processors that --json-schema asks for, new ones for each run."""
-    if not args.json_schema:
-        return list
-    from .grammars import Grammars
-    from .target import Structure
-
-    text = args.json_schema
-    if not text.lstrip().startswith(("{", "true", "false")):
-        with open(text) as file:
-            text = file.read()
-    grammars = Grammars(tokenizer, Structure(model).vocab_size)
-    grammars.json_schema(text)
-    return lambda: [grammars.json_schema(text)]
-
-
-def stream_text(responses: Iterator[Any]) -> tuple[list[int], Any]:
-    """Print the text as it comes. Returns the tokens and the last response, also after Ctrl-C."""
-    tokens, response = [], None
-    try:
-        for response in responses:
-            print(response.text, end="", flush=True)
-            tokens.append(response.token)
-    except KeyboardInterrupt:
-        print("\n[interrupted]", file=sys.stderr, end="")
-    finally:
-        responses.close()
-    print(flush=True)
-    return tokens, response
-
-
-def compare(plain: Iterator[Any], tokens: list[int], seconds: float) -> bool:
-    """Run plain mlx-lm to the end; say on stderr whether its tokens are these, and how the times compare."""
-    started = time.perf_counter()
-    theirs = [response.token for response in plain]
-    plain_seconds = time.perf_counter() - started
-    differing = [i for i, (a, b) in enumerate(zip(theirs, tokens)) if a != b]
-    if theirs == tokens:
-        verdict = "the same tokens as plain mlx-lm"
-    else:
-        first = differing[0] if differing else min(len(theirs), len(tokens))
-        verdict = f"DIFFERENT from plain mlx-lm from token {first} on"
-    print(f"Compare: {verdict}", file=sys.stderr)
-    print(
-        f"Compare: {plain_seconds:.2f} s plain, {seconds:.2f} s with the draft: {plain_seconds / seconds:.2f} x",
-        file=sys.stderr,
-    )
-    return theirs == tokens
-
-
 def main() -> None:
+    """Parse the command line, generate, and exit with 0, or 1 if --compare found other tokens."""
     args = make_parser().parse_args()
     with user_errors():
         sys.exit(_run(args))
@@ -130,27 +91,18 @@ def _run(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.prompt_cache_file} was made with {metadata['model']}, not with {args.model}")
     model, tokenizer, draft = load_pair(args, metadata)
     if args.compare and (draft is None or prompt_cache is not None):
-        raise ValueError("--compare needs a draft, and a prompt that no cache has the beginning of")
+        raise ValueError("--compare needs a draft, and a prompt of which no cache holds the beginning")
     prompt = render_prompt(args, tokenizer, message, continues=prompt_cache is not None)
-    options = dict(
-        max_tokens=args.max_tokens,
-        sampler=sampler_from(args, tokenizer),
-        stop_strings=args.stop_strings,
-        prefill_step_size=args.prefill_step_size,
-        max_kv_size=args.max_kv_size,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
-        quantized_kv_start=args.quantized_kv_start,
-    )
-    if draft is not None:
-        drafting["draft_model"] = draft
-    make_processors = processors_from(args, tokenizer, model)
+    options = {name: getattr(args, name) for name in _OPTIONS} | {"sampler": sampler_from(args, tokenizer)}
+    make_processors = _processors_from(args, tokenizer, model)
+    seed = time.time_ns() % 2**32 if args.seed is None else args.seed
 
     def run(**more: Any) -> Iterator[Any]:
         mx.random.seed(seed)
         return stream_generate(model, tokenizer, prompt, logits_processors=make_processors(), **options, **more)
 
-    seed = time.time_ns() % 2**32 if args.seed is None else args.seed
+    if draft is not None:
+        drafting["draft_model"] = draft
     started = time.perf_counter()
     with prefill_bar() as progress:
         tokens, response = stream_text(run(prompt_cache=prompt_cache, prompt_progress_callback=progress, **drafting))
@@ -162,8 +114,63 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if not args.compare or compare(run(), tokens, seconds) else 1
 
 
+def stream_text(responses: Iterator[Any]) -> tuple[list[int], Any]:
+    """Print the text as it comes. Return the tokens and the last response, also after Ctrl-C."""
+    tokens, response = [], None
+    try:
+        for response in responses:
+            print(response.text, end="", flush=True)
+            tokens.append(response.token)
+    except KeyboardInterrupt:
+        print("\n[interrupted]", file=sys.stderr, end="")
+    finally:
+        responses.close()
+    print(flush=True)
+    return tokens, response
+
+
+def compare(plain: Iterator[Any], tokens: list[int], seconds: float) -> bool:
+    """Run plain mlx-lm to its end and return whether its tokens are these; print this and the times to stderr.
+
+    plain: responses of mlx-lm without a draft. tokens, seconds: of the run with the draft.
+    """
+    started = time.perf_counter()
+    expected = [response.token for response in plain]
+    plain_seconds = time.perf_counter() - started
+    verdict = "the same tokens as plain mlx-lm"
+    if expected != tokens:
+        differing = [i for i, (a, b) in enumerate(zip(expected, tokens)) if a != b]
+        first = differing[0] if differing else min(len(expected), len(tokens))
+        verdict = f"DIFFERENT from plain mlx-lm from token {first} on"
+    times = f"{plain_seconds:.2f} s plain, {seconds:.2f} s with the draft: {plain_seconds / seconds:.2f} x"
+    print(f"Compare: {verdict}\nCompare: {times}", file=sys.stderr)
+    return expected == tokens
+
+
+def _processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Callable[[], list[Callable]]:
+    """Return a function that makes the logits processors of one run, which --json-schema asks for."""
+    if not args.json_schema:
+        return list
+    from .grammars import Grammars
+    from .models.structure import Structure
+
+    text = args.json_schema
+    if not text.lstrip().startswith(("{", "true", "false")):
+        with open(text) as file:
+            text = file.read()
+    grammars = Grammars(tokenizer, Structure(model).vocab_size)
+    grammars.json_schema(text)
+    return lambda: [grammars.json_schema(text)]
+
+
+def _true_false(text: str) -> bool:
+    if text.lower() not in ("true", "t", "1", "false", "f", "0"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() in ("true", "t", "1")
+
+
 class _FunctionModule(ModuleType):
-    """A module that can be called: importing it must not hide the function mlx_dflash.generate."""
+    """A module that can be called, so that importing it does not hide the function of the same name."""
 
     __call__ = staticmethod(generate)
 

@@ -28,7 +28,12 @@ def add_model_flags(parser: argparse.ArgumentParser, default_block_size: str = A
         help="number of tokens that a round verifies, the anchor and its drafts, or 'auto' for the number that proves "
         f"fastest (default: {default_block_size})",
     )
-    add("--num-draft-tokens", type=int, metavar="N", help="mlx-lm's name for --block-size: one less, the drafts alone")
+    add(
+        "--num-draft-tokens",
+        type=int,
+        metavar="N",
+        help="number of drafts of a round, one less than --block-size; give one of the two",
+    )
     add("--adapter-path", help="folder of LoRA adapters of the target")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code that comes with the model")
     add(

@@ -1,12 +1,14 @@
-"""Draws the moments of a session: blocks, verdicts, and what the two caches cover, round by round; SVG or an HTML page.
+"""The picture of a trace: the blocks of all rounds, the verdicts, and what the two caches cover.
 
-Positions run to the right, one column each, the prompt drawn short; rounds run down. Knows moments and text only.
+An SVG picture, or an HTML page to step through. Positions run to the right, one column each, but the prompt is drawn
+short; rounds run down. Knows moments and the texts of tokens; knows nothing of sessions or models.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
+
+from .moments import Moment
 
 _COLUMN, _CELL, _BAR, _LEFT, _PROMPT, _ROUND, _TOP = 68, 24, 11, 150, 110, 112, 106  # pixels
 _STYLE = """
@@ -23,16 +25,19 @@ _LEGEND = (
     ("anchor", "anchor: the last token of the text"),
     ("kept", "draft the target keeps"),
     ("refused", "draft it refuses"),
-    ("unread", "drafts behind it, dropped"),
+    ("unread", "drafts after it, dropped"),
     ("said", "the target's own token: the next anchor"),
     ("target", "target KV (dark: new)"),
     ("context", "draft context KV (dark: new)"),
-    ("temporary", "temporary, rolled back"),
+    ("temporary", "temporary, not committed"),
 )
 
 
-def draw(moments: Sequence[Any], prompt_length: int, show: Callable[[int], str], title: str = "") -> str:
-    """The moments as an SVG picture. show: the text of a token. Raises ValueError if there are none."""
+def draw(moments: Sequence[Moment], prompt_length: int, show: Callable[[int], str], title: str = "") -> str:
+    """Return an SVG picture of the moments.
+
+    prompt_length: tokens. show: the text of a token. Raises ValueError if there are no moments.
+    """
     if not moments:
         raise ValueError("there is no moment to draw")
     last = max(max(m.confirmed, m.block_start + len(m.block)) for m in moments)
@@ -48,9 +53,9 @@ def draw(moments: Sequence[Any], prompt_length: int, show: Callable[[int], str],
 
 
 def page(
-    moments: Sequence[Any], prompt_length: int, show: Callable[[int], str], notes: Sequence[str], title: str = ""
+    moments: Sequence[Moment], prompt_length: int, show: Callable[[int], str], notes: Sequence[str], title: str = ""
 ) -> str:
-    """The picture as an HTML page to step through; notes: a text for each moment. Needs nothing from elsewhere."""
+    """Return an HTML page that steps through the picture and loads nothing. notes: one text for each moment."""
     picture = draw(moments, prompt_length, show, title)
     data = json.dumps(list(notes)).replace("</", "<\\/")
     return (
@@ -62,9 +67,8 @@ def _header(title: str) -> str:
     parts = [_text(16, 28, title or "Target and draft, round by round", "title")]
     for i, (kind, what) in enumerate(_LEGEND):
         x, y = 16 + i % 4 * 300, 44 + i // 4 * 20
-        parts.append(
-            f'<rect class="{kind}{" new" if kind in ("target", "context") else ""}" x="{x}" y="{y}" width="14" height="14"/>'
-        )
+        shade = " new" if kind in ("target", "context") else ""
+        parts.append(f'<rect class="{kind}{shade}" x="{x}" y="{y}" width="14" height="14"/>')
         parts.append(_text(x + 20, y + 11, what, "small"))
     return "".join(parts)
 
@@ -78,61 +82,49 @@ def _ruler(prompt_length: int, last: int) -> str:
 
 
 def _x(position: int, prompt_length: int) -> float:
-    """Where a position begins; positions of the prompt share its short box."""
+    """Return the pixel where a position begins; the positions of the prompt share its short box."""
     if position <= prompt_length:
         return _LEFT + _PROMPT * position / prompt_length
     return _LEFT + _PROMPT + (position - prompt_length) * _COLUMN
 
 
-def _moment(m: Any, before: Any, row: int, prompt_length: int, show: Callable[[int], str]) -> str:
+def _moment(m: Moment, before: Moment | None, row: int, prompt_length: int, show: Callable[[int], str]) -> str:
+    """Return one row of the picture: the block, what the target said of it, and what the caches cover."""
     y = _TOP + 22 + row * _ROUND
-    num_drafts = len(m.block) - 1
-    name, what = (
-        ("prefill", f"{prompt_length} prompt tokens")
-        if not m.block
-        else (f"round {m.number}", f"keeps {m.kept} of {num_drafts}")
-    )
+    name, what = f"round {m.number}", f"keeps {m.kept} of {len(m.block) - 1}"
+    if not m.block:
+        name, what = "prefill", f"{prompt_length} prompt tokens"
     parts = [
         f'<line class="rule" x1="0" x2="100%" y1="{y}" y2="{y}"/>',
         _text(16, y + 24, name, "round"),
         _text(16, y + 40, what, "small"),
     ]
-    if not m.block:
+    if m.block:
+        parts += [_text(_LEFT - 8, y + 26, "draft", "small end"), _text(_LEFT - 8, y + 52, "target", "small end")]
+    else:
         parts.append(_cell((_LEFT, y + 10, _PROMPT), "prompt", "prompt", "light"))
     for i, token in enumerate(m.block):
-        kind, ink = _draft_kind(i, m.kept)
-        parts.append(_cell((_x(m.block_start + i, prompt_length), y + 10, _COLUMN), show(token), kind, ink))
-    said_at = m.confirmed - 1
-    parts.append(
-        _cell(
-            (_x(said_at, prompt_length), y + 10 + (_CELL + 2) * bool(m.block), _COLUMN),
-            show(m.next_token),
-            "said",
-            "light",
-        )
-    )
-    if m.block:
-        parts.append(_text(_LEFT - 8, y + 26, "draft", "small end") + _text(_LEFT - 8, y + 52, "target", "small end"))
+        place = (_x(m.block_start + i, prompt_length), y + 10, _COLUMN)
+        parts.append(_cell(place, show(token), *_draft_kind(i, m.kept)))
+    # The target's own token stands below the draft that it replaces.
+    place = (_x(m.confirmed - 1, prompt_length), y + 10 + (_CELL + 2) * bool(m.block), _COLUMN)
+    parts.append(_cell(place, show(m.next_token), "said", "light"))
     end = m.block_start + len(m.block)
-    for lane, (kind, label, covers, old) in enumerate(
-        (
-            ("target", "target KV", m.target_covers, before.target_covers if before else 0),
-            ("context", "context KV", m.context_covers, before.context_covers if before else 0),
-        )
-    ):
-        parts.append(_bar(y + 68 + lane * (_BAR + 5), (kind, label), (old, covers, end), prompt_length))
+    for bar, (kind, field) in enumerate((("target", "target_covers"), ("context", "context_covers"))):
+        spans = (getattr(before, field, 0), getattr(m, field), end)
+        parts.append(_bar(y + 68 + bar * (_BAR + 5), kind, spans, prompt_length))
     return f'<g class="moment" data-moment="{row}">{"".join(parts)}</g>'
 
 
 def _draft_kind(i: int, kept: int) -> tuple[str, str]:
-    """The class of slot i of a block, and that of its text."""
+    """Return the CSS classes of slot i of a block and of its text."""
     if i <= kept:
         return ("kept" if i else "anchor"), "light"
     return ("refused", "red") if i == kept + 1 else ("unread", "grey")
 
 
 def _cell(place: tuple[float, float, float], text: str, kind: str, ink: str) -> str:
-    """A token's box; place: x, y, width. kind, ink: classes of the box and of its text."""
+    """Return the box of a token. place: x, y, width. kind, ink: CSS classes of the box and of its text."""
     x, y, width = place
     text = text if len(text) <= 7 else text[:6] + "…"
     return f'<rect class="cell {kind}" x="{x + 1:.1f}" y="{y}" width="{width - 2}" height="{_CELL}" rx="4"/>' + _text(
@@ -140,11 +132,14 @@ def _cell(place: tuple[float, float, float], text: str, kind: str, ink: str) -> 
     )
 
 
-def _bar(y: float, name: tuple[str, str], spans: tuple[int, int, int], prompt_length: int) -> str:
-    """What one cache covers: before the round, after it, and the rows of the block that were only tried."""
-    (kind, label), (old, covers, end) = name, spans
+def _bar(y: float, kind: str, spans: tuple[int, int, int], prompt_length: int) -> str:
+    """Return a bar for one cache: what it covered, what the round added, and the rows that were not committed.
+
+    kind: CSS class. spans: positions where the three parts end.
+    """
+    old, covers, end = spans
     start, middle, stop = (_x(p, prompt_length) for p in (0, old, covers))
-    parts = [_text(_LEFT - 8, y + 10, label, "small end")]
+    parts = [_text(_LEFT - 8, y + 10, f"{kind} KV", "small end")]
     if old:
         parts.append(f'<rect class="{kind}" x="{start:.1f}" y="{y}" width="{middle - start:.1f}" height="{_BAR}"/>')
     parts.append(f'<rect class="{kind} new" x="{middle:.1f}" y="{y}" width="{stop - middle:.1f}" height="{_BAR}"/>')
@@ -163,7 +158,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def _printable(text: str) -> str:
-    """Text that XML can hold and a reader can see."""
+    """Return a text that XML can hold and a reader can see."""
     shown = text.replace("\n", "⏎").replace("\t", "⇥")
     shown = "␣" * len(shown) if not shown.strip(" ") else shown
     return "".join(c if c.isprintable() else "�" for c in shown)
@@ -174,8 +169,11 @@ _PAGE = """<!doctype html>
 <style>
 body { margin: 0; font: 15px system-ui, sans-serif; color: #24292f; }
 header { position: sticky; top: 0; background: #f6f8fa; border-bottom: 1px solid #d8dee4; padding: 10px 16px; }
-button { font: inherit; padding: 4px 14px; } #note { white-space: pre-wrap; font: 13px ui-monospace, monospace; margin: 8px 0 0; min-height: 7em; }
-main { overflow-x: auto; } .moment { scroll-margin: 180px 40px 40px; opacity: 1; transition: opacity .15s; } .moment.later { opacity: 0.06; } .moment.earlier { opacity: 0.45; }
+button { font: inherit; padding: 4px 14px; }
+#note { white-space: pre-wrap; font: 13px ui-monospace, monospace; margin: 8px 0 0; min-height: 7em; }
+main { overflow-x: auto; }
+.moment { scroll-margin: 180px 40px 40px; opacity: 1; transition: opacity .15s; }
+.moment.later { opacity: 0.06; } .moment.earlier { opacity: 0.45; }
 </style></head><body>
 <header><button id="back">◀ back</button> <button id="on">next ▶</button> <button id="all">all</button>
 <span id="where"></span> (arrow keys work too)<div id="note"></div></header>
@@ -185,15 +183,19 @@ const notes = {{notes}}, moments = [...document.querySelectorAll(".moment")];
 let at = 0;
 function go(to) {
   at = Math.max(0, Math.min(moments.length, to));
-  moments.forEach((g, i) => g.setAttribute("class", "moment" + (i > at ? " later" : i < at && at < moments.length ? " earlier" : "")));
-  document.getElementById("note").textContent = at < moments.length ? notes[at] : "";
-  document.getElementById("where").textContent = at < moments.length ? "moment " + (at + 1) + " of " + moments.length : "all moments";
-  if (at < moments.length) moments[at].scrollIntoView({block: "nearest", inline: "nearest"});
+  const one = at < moments.length;  // else all are shown
+  moments.forEach((g, i) => g.setAttribute("class", "moment" + (i > at ? " later" : i < at && one ? " earlier" : "")));
+  document.getElementById("note").textContent = one ? notes[at] : "";
+  document.getElementById("where").textContent = one ? "moment " + (at + 1) + " of " + moments.length : "all moments";
+  if (one) moments[at].scrollIntoView({block: "nearest", inline: "nearest"});
 }
 document.getElementById("back").onclick = () => go(at - 1);
 document.getElementById("on").onclick = () => go(at + 1);
 document.getElementById("all").onclick = () => go(moments.length);
-document.addEventListener("keydown", e => { if (e.key === "ArrowRight") go(at + 1); if (e.key === "ArrowLeft") go(at - 1); });
+document.addEventListener("keydown", e => {
+  if (e.key === "ArrowRight") go(at + 1);
+  if (e.key === "ArrowLeft") go(at - 1);
+});
 go(0);
 </script></body></html>
 """
