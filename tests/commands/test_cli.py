@@ -1,4 +1,4 @@
-"""The command lines as a user sees them: text on stdout, everything else on stderr, clear errors, exit codes."""
+"""The command lines of generate and trace: text on stdout, everything else on stderr, one-line errors, exit codes."""
 
 import io
 import json
@@ -59,14 +59,14 @@ def test_stdout_is_the_text_and_nothing_else(monkeypatch, capfd, pair):
 
 
 @pytest.mark.parametrize("how", ["stdin", "file"])
-def test_prompt_from_elsewhere(monkeypatch, capfd, pair, tmp_path, how):
+def test_the_prompt_may_come_from_stdin_or_a_file(monkeypatch, capfd, pair, tmp_path, how):
     (tmp_path / "prompt.txt").write_text("a\nb")
     source = ("-p", "-") if how == "stdin" else ("--prompt-file", tmp_path / "prompt.txt")
     assert run(monkeypatch, generate, *pair, *source, "-m", 8, stdin="a\nb") == 0
     assert capfd.readouterr().out == plain_text(pair, "user: a\nb\nassistant: ", 8) + "\n"
 
 
-def test_flags_reach_the_template(monkeypatch, capfd, pair):
+def test_prompt_flags_reach_the_chat_template_or_go_around_it(monkeypatch, capfd, pair):
     flags = ("--system-prompt", "be", "--prefill-response", "So")
     assert run(monkeypatch, generate, *pair, "-p", "x", *flags, "-m", 8) == 0
     out = capfd.readouterr().out
@@ -81,7 +81,7 @@ def test_compare_finds_the_same_tokens(monkeypatch, capfd, pair, sampling):
     assert "the same tokens as plain mlx-lm" in capfd.readouterr().err
 
 
-def test_compare_tells_a_difference(monkeypatch, capfd, pair):
+def test_compare_tells_where_the_tokens_begin_to_differ(monkeypatch, capfd, pair):
     class Response:
         def __init__(self, token):
             self.token = token
@@ -92,7 +92,7 @@ def test_compare_tells_a_difference(monkeypatch, capfd, pair):
     assert "from token 2 on" in capfd.readouterr().err
 
 
-def test_seed_repeats_and_differs(monkeypatch, capfd, pair):
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(monkeypatch, capfd, pair):
     texts = []
     for seed in (1, 1, 2):
         assert run(monkeypatch, generate, *pair, "-p", "hi", "-m", 30, "--temp", 1, "--seed", seed) == 0
@@ -100,7 +100,7 @@ def test_seed_repeats_and_differs(monkeypatch, capfd, pair):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_prompt_cache_file_continues(monkeypatch, capfd, pair, tmp_path):
+def test_a_prompt_cache_file_continues_its_conversation(monkeypatch, capfd, pair, tmp_path):
     model, tokenizer = mlx_dflash.load(pair[1])
     draft = mlx_dflash.load_draft(pair[3])
     cache = mlx_dflash.make_prompt_cache(model, draft)
@@ -139,7 +139,7 @@ def test_target_without_a_draft_asks_for_one(monkeypatch, capfd, pair):
     assert "--draft-model" in capfd.readouterr().err
 
 
-def test_swapped_roles_are_said(monkeypatch, capfd, pair):
+def test_target_and_draft_in_each_others_place_are_named(monkeypatch, capfd, pair):
     assert run(monkeypatch, generate, "--model", pair[3], "--draft-model", pair[3]) == 2
     assert "holds a DFlash draft, not a target" in capfd.readouterr().err
     assert run(monkeypatch, generate, "--model", pair[1], "--draft-model", pair[1]) == 2
@@ -171,7 +171,7 @@ def test_trace_moments_are_consistent(monkeypatch, capfd, pair):
     assert all(m["target_covers"] == m["context_covers"] == m["confirmed"] - 1 for m in moments)
 
 
-def test_trace_tells_the_story(monkeypatch, capfd, pair):
+def test_trace_tells_of_the_prefill_and_of_every_round(monkeypatch, capfd, pair):
     assert run(monkeypatch, trace.main, *pair, "-p", "hi", "--rounds", 2) == 0
     out = capfd.readouterr().out
     assert out.startswith("prefill: the target reads 20 prompt tokens")
@@ -235,5 +235,8 @@ def test_unknown_command_is_named():
 
 
 def test_generate_is_a_function_also_after_its_module_was_imported():
-    code = "import mlx_dflash.generate; assert callable(mlx_dflash.generate); from mlx_dflash import generate; assert callable(generate)"
+    code = (
+        "import mlx_dflash.generate; assert callable(mlx_dflash.generate)\n"
+        "from mlx_dflash import generate; assert callable(generate)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -39,7 +39,7 @@ def run(capsys, flags):
     return stop.value.code, capsys.readouterr().out
 
 
-def test_a_pair_that_fits(tmp_path, capsys):
+def test_a_pair_that_fits_is_said_to_fit_with_its_facts(tmp_path, capsys):
     flags = save_pair(tmp_path)
     status, text = run(capsys, flags)
     assert status == 0 and "target and draft fit" in text and "[ !! ]" not in text
@@ -71,8 +71,8 @@ def test_a_mac_needs_no_other_blas(tmp_path, capsys, monkeypatch):
     assert "GPU: Apple M9" in text and "BLAS" not in text
 
 
-def test_no_weights_are_read(tmp_path, capsys):
-    """The doctor looks at headers only: damage inside the data is not its business."""
+def test_the_doctor_reads_no_weights(tmp_path, capsys):
+    """Damage after the headers goes unnoticed, so a report on large files is quick."""
     flags = save_pair(tmp_path)
     file = tmp_path / "target" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -81,7 +81,7 @@ def test_no_weights_are_read(tmp_path, capsys):
     assert run(capsys, flags)[0] == 0
 
 
-def test_shifted_tap_layers_are_visible(tmp_path, capsys):
+def test_the_numbering_of_tap_layers_is_told(tmp_path, capsys):
     status, text = run(capsys, save_pair(tmp_path, speculators_config(draft_config())))
     assert status == 0 and "taps layers 0, 2 of its target (aux_hidden_state_layer_ids, less one each)" in text
 
@@ -134,25 +134,33 @@ def test_a_target_can_be_examined_without_a_draft(tmp_path, capsys):
     assert status == 0 and "draft" not in text
 
 
-def test_draft_of_a_target_is_looked_up(tmp_path, capsys):
+def test_a_target_without_a_known_draft_is_a_fault_with_its_cure(tmp_path, capsys):
     save_pair(tmp_path)
     status, text = run(capsys, ["--model", str(tmp_path / "target")])
     assert status == 1 and "no public DFlash draft is known" in text and "--draft-model none" in text
+
+
+def test_a_variant_of_a_known_target_names_the_drafts_that_may_fit(tmp_path, capsys):
+    save_pair(tmp_path)
     (tmp_path / "target").rename(tmp_path / "Qwen3-8B-abliterated")
     status, text = run(capsys, ["--model", str(tmp_path / "Qwen3-8B-abliterated")])
     assert status == 1 and "z-lab/Qwen3-8B-DFlash-b16" in text
 
 
-def test_gguf_draft_and_gguf_target(tmp_path, capsys):
+def test_a_gguf_file_is_a_draft_as_it_is(tmp_path, capsys):
     config = draft2_config()
     file = write_gguf_draft(tmp_path / "d.gguf", config, draft_weights(config))
     status, text = run(capsys, ["--draft-model", str(file)])
     assert status == 0 and "DFlash 2" in text
-    status, text = run(capsys, ["--model", str(file)])
+
+
+def test_a_gguf_file_must_be_converted_to_be_a_target(tmp_path, capsys):
+    (tmp_path / "t.gguf").write_bytes(b"GGUF")
+    status, text = run(capsys, ["--model", str(tmp_path / "t.gguf")])
     assert status == 1 and "convert it first" in text
 
 
-def test_weights_that_do_not_fit_the_memory(tmp_path, capsys, monkeypatch):
+def test_weights_that_do_not_fit_the_memory_are_a_fault(tmp_path, capsys, monkeypatch):
     flags = save_pair(tmp_path)
     on_machine(monkeypatch, memory_bytes=1000)
     status, text = run(capsys, flags)

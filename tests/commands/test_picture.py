@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from support.chat_fixtures import save_pair
 
-from mlx_dflash.trace.__main__ import Moment, main
+from mlx_dflash.trace.__main__ import main
 from mlx_dflash.trace.drawing import draw, page
+from mlx_dflash.trace.moments import Moment
 
 WALK = [
     Moment(0, [], 5, 0, 10, 6, 5, 5, None),
@@ -24,7 +25,7 @@ def cells(svg, kind):
     return [[float(r.get("x")) for r in g.findall(f"{NS}rect") if r.get("class") == f"cell {kind}"] for g in groups]
 
 
-def test_picture_shows_the_walk():
+def test_the_picture_shows_every_token_in_its_place_and_what_the_caches_cover():
     svg = draw(WALK, 5, lambda token: f"t{token}")
     assert [len(x) for x in cells(svg, "anchor")] == [0, 1, 1]
     assert [len(x) for x in cells(svg, "kept")] == [0, 1, 3]
@@ -60,20 +61,8 @@ def test_any_token_gives_a_well_formed_picture(text):
 
 def test_command_writes_the_pictures(tmp_path, monkeypatch, capsys):
     target, draft = save_pair(tmp_path)
-    flags = [
-        "--model",
-        target,
-        "--draft-model",
-        draft,
-        "-p",
-        "hi",
-        "--rounds",
-        "4",
-        "--svg",
-        tmp_path / "a.svg",
-        "--html",
-        tmp_path / "a.html",
-    ]
+    files = ["--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html"]
+    flags = ["--model", target, "--draft-model", draft, "-p", "hi", "--rounds", 4, *files]
     monkeypatch.setattr("sys.argv", ["trace", *map(str, flags)])
     main()
     svg = (tmp_path / "a.svg").read_text()
