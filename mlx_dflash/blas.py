@@ -48,7 +48,7 @@ def blas_in_use() -> str | None:
         product = ctypes.CDLL(None).cblas_sgemm
     except AttributeError:
         return None
-    address = ctypes.cast(product, ctypes.c_void_p).value
+    address = ctypes.cast(product, ctypes.c_void_p).value or 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *_, file = line.split()
         first, end = (int(number, 16) for number in span.split("-"))

@@ -123,8 +123,8 @@ def examine(model: str | None, draft_model: str | None) -> Report:
     if model is None and draft_model in (None, NO_DRAFT):
         model = "demo"
     target = _examine_target(report, model) if model else None
-    draft_name = draft_model or _public_draft(report, model, target)
-    draft = _examine_draft(report, draft_name) if draft_name not in (None, NO_DRAFT) else None
+    draft_name = draft_model or (_public_draft(report, model, target) if model else None)
+    draft = _examine_draft(report, draft_name) if draft_name and draft_name != NO_DRAFT else None
     if target and draft:
         _compare(report, target, draft)
     sizes = ([target.source.num_bytes] if target else []) + ([draft.num_bytes] if draft else [])
@@ -286,9 +286,10 @@ def _compare(report: Report, target: ExaminedTarget, draft: ExaminedDraft) -> No
 
 def _weigh(report: Report, sizes: list[int | None], available: int) -> None:
     """Compare the bytes of all weights with those of the memory; say nothing if one is unknown."""
-    if not sizes or None in sizes:
+    known = [size for size in sizes if size is not None]
+    if not sizes or len(known) < len(sizes):
         return
-    needed = sum(sizes)
+    needed = sum(known)
     report.facts["memory"] = {"needed_bytes": needed, "available_bytes": available}
     text = f"the weights take {_gb(needed)} of {_gb(available)}"
     if needed > available:

@@ -7,7 +7,7 @@ The module can also be called: it is the function mlx_dflash.generate of api.py,
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     make_processors = _processors_from(args, tokenizer, model)
     seed = time.time_ns() % 2**32 if args.seed is None else args.seed
 
-    def run(**more: Any) -> Iterator[Any]:
+    def run(**more: Any) -> Any:
         mx.random.seed(seed)
         return stream_generate(model, tokenizer, prompt, logits_processors=make_processors(), **options, **more)
 
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if not args.compare or compare(run(), tokens, seconds) else 1
 
 
-def stream_text(responses: Iterator[Any]) -> tuple[list[int], Any]:
+def stream_text(responses: Generator[Any, None, None]) -> tuple[list[int], Any]:
     """Print the text as it comes. Return the tokens and the last response, also after Ctrl-C."""
     tokens, response = [], None
     try:

@@ -8,7 +8,7 @@ from typing import Any
 NUMBERS = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
 
 
-def sampler(tokenizer: Any, **numbers: float) -> Callable:
+def sampler(tokenizer: Any, **numbers: Any) -> Callable:
     """Make mlx-lm's sampler. numbers: those in NUMBERS that differ from mlx-lm's defaults.
 
     XTC never removes the tokens that end a line or the text. Raises TypeError for a number that is not in NUMBERS.
