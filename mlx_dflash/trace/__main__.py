@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     if args.stop_strings:
-        raise ValueError("--stop-strings ends a text at a string; a trace shows tokens, not a text")
+        raise ValueError("--stop-strings is of no use here: a trace ends after --rounds rounds")
     if args.draft_model == NO_DRAFT:
         raise ValueError(f"a trace needs a draft, got --draft-model {NO_DRAFT}")
     block_size = chosen_block_size(args.block_size, args.num_draft_tokens)
