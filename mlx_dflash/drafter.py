@@ -21,7 +21,8 @@ class Drafter:
     """Proposes blocks for one sequence.
 
     embed: (1, L) token ids to (1, L, H) target embeddings. unembed: (1, L, H) to (1, L, V) target logits, or to
-    (1, L, Vd) of the draft's tokens only. Both give way to the draft's own where it has them. block_size: anchor + drafts, at most what the draft was trained with.
+    (1, L, Vd) of the draft's tokens only. Both give way to the draft's own where it has them. block_size: anchor and
+    drafts, at most what the draft was trained with.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Drafter:
         return self.drafting_rows(self.draft(self.embed_blocks(anchor.reshape(1), num_drafts), self.caches))
 
     def embed_blocks(self, anchors: mx.array, num_drafts: int) -> mx.array:
-        """Return the embeddings (A, L, H) of the blocks [anchor, mask, ...] of anchors (A,) that propose γ drafts each."""
+        """Return the embeddings (A, L, H) of the blocks [anchor, mask, ...] of anchors (A,), γ drafts each."""
         config, A = self.draft.config, anchors.size
         num_masks = num_drafts - config.sample_from_anchor
         first = self._table(anchors[:, None]) * config.input_embedding_scale

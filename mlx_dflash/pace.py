@@ -12,7 +12,7 @@ _FIRST_CHECK, _LAST_CHECK = 16, 256  # rounds
 
 
 class Pace:
-    """Chooses between blocks of 1 row (which drafts nothing, as plain generation), 2, 3, 4, 8, 16, ... rows and the longest.
+    """Choice between blocks of 1 row, which drafts nothing, of 2, 3, 4, 8, 16, ... rows, and the longest one.
 
     most: drafts of the longest block. costs: seconds a round by its number of drafts, as an earlier Pace of the same
     models left them; they are learned further, in place.

@@ -65,7 +65,7 @@ class Pair:
 
     @property
     def head(self) -> Callable[[mx.array], mx.array]:
-        """The target's head for the draft, (1, L, H) -> (1, L, V), or (1, L, Vd) where it gives only the draft's tokens."""
+        """The target's head for the draft: (1, L, H) -> (1, L, V), or (1, L, Vd) of only the draft's tokens."""
         return self._known.borrowed_head or self.structure.unembed
 
     def drafter(self, dice: Dice, contexts: list[Any] | None = None, block_size: int | None = None) -> Drafter:

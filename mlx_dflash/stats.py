@@ -86,7 +86,7 @@ class Stats:
         return self.num_rounds % _TIMED_EVERY == 0
 
     def count(self, num_drafts: int, num_accepted: int, seconds: float = 0.0) -> None:
-        """Count a round that drafted num_drafts tokens and kept num_accepted of them. seconds: 0 if it was not timed."""
+        """Count a round that drafted num_drafts tokens and kept num_accepted. seconds: 0 if it was not timed."""
         self.num_drafted += num_drafts
         self.accepted += [0] * (num_accepted + 1 - len(self.accepted))
         if self.is_timed:
