@@ -19,7 +19,6 @@ LEVELS = {
     "blas": 0,
     "block_size": 0,
     "host": 0,
-    "block_size": 1,
     "files": 1,
     "kernels": 1,
     "accept": 1,
@@ -245,4 +244,4 @@ def test_every_public_name_can_be_had():
         assert getattr(mlx_dflash, name).__doc__, f"{name} has no docstring"
         assert name in dir(mlx_dflash)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        mlx_dflash.nonsense
+        mlx_dflash.nonsense  # noqa: B018

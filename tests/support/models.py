@@ -2,7 +2,6 @@
 
 The configurations hold sizes that one table shares, and for each type what it needs besides. Windows are 8 tokens, so
 that short texts wrap them; the vocabulary is 10 tokens, so that drafts are kept and refused in turn.
-`python tests/models.py` prints the table of the README.
 """
 
 import importlib
@@ -482,50 +481,3 @@ def way(model_type):
 MODEL_TYPES = tuple(sorted({*_OWN, *_EMBEDDED}, key=str.lower))
 CPU_TYPES = tuple(name for name in MODEL_TYPES if name not in NOT_ON_CPU)
 TARGET_TYPES = tuple(name for name in CPU_TYPES if name not in REFUSED)
-
-
-def families_table():
-    """The README's table of targets, in Markdown: what the layers keep, how refused tokens leave it, which types."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from mlx_dflash.caches import rollback
-
-    names = {
-        "KVCache": "rows",
-        "RotatingKVCache": "windows",
-        "ChunkedKVCache": "chunks",
-        "ArraysCache": "recurrent state",
-        "LayerCache": "compressed rows",
-    }
-    verbs = {
-        "rows": "they are cut off",
-        "recurrence": "rows are cut off; only the recurrence runs again, from recorded inputs (fast)",
-        "replay": "back to the state before the block; the kept tokens run in front of the next verify (general)",
-    }
-    groups = {}
-    for model_type in TARGET_TYPES:
-        kinds = {names[type(c).__name__] for c in rollback.leaves(make_prompt_cache(build(model_type)))}
-        key = (
-            ["rows", "recurrence", "replay"].index(way(model_type)),
-            " and ".join(k for k in names.values() if k in kinds),
-        )
-        groups.setdefault(key, []).append(model_type)
-    lines = ["| The layers keep | After a refusal | Types |", "|---|---|---|"]
-    for (order, kept), types in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
-        listed = ", ".join(f"`{t}`" for t in types)
-        lines.append(f"| {kept} | {list(verbs.values())[order]} | {len(types)}: {listed} |")
-    left_out = "; ".join(f"`{name}` ({reason})" for name, reason in NOT_ON_CPU.items())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{len(TARGET_TYPES)} of mlx-lm's {len(MODEL_TYPES)} model types are tested: tiny random models, greedy and sampled, prompts of 1, 5 "
-            "and 40 tokens, blocks of 2, 6 and 16, every number of kept drafts; the tokens are those of mlx-lm, and the caches afterwards "
-            f"those of a fresh pass over the text. Not tested, because mlx-lm itself does not run them on a CPU: {left_out}. Refused by name, because in mlx-lm "
-            f"several tokens at once are not what they are one by one: {', '.join(f'`{name}`' for name in REFUSED)}.",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    print(families_table())
