@@ -4,12 +4,17 @@ The text is the target's own, token for token; a small draft network makes it co
 Nothing heavy is imported before it is used.
 """
 
+import signal
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._version import __version__ as __version__
 from .blas import load_blas
 
+if sys.argv[:1] == ["-m"]:
+    # `python -m mlx_dflash.COMMAND` is still importing; Ctrl-C ends it silently, until the command catches it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 load_blas()
 
 if TYPE_CHECKING:

@@ -66,30 +66,15 @@ def stream_generate(
     block_size = chosen_block_size(block_size, num_draft_tokens, draft_model is not None)
     check_sizes(max_tokens, prefill_step_size)
     tokens = encode(tokenizer, prompt)
-    common: dict[str, Any] = dict(sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache)
-    if draft_model is None:
-        plain: Any = mlx_lm.stream_generate(
-            model,
-            tokenizer,
-            tokens,
-            max_tokens,
-            stream=stream,
-            prefill_step_size=prefill_step_size,
-            prompt_progress_callback=prompt_progress_callback,
-            **common,
-            **mlx_lm_options,
-        )
-        return stop_at(plain, stops, tokenizer)
-    session = open_session(
-        Pair(model, draft_model),
-        tokens,
-        max_tokens,
-        block_size=block_size,
-        stop_tokens=tokenizer.eos_token_ids,
-        stream=stream,
-        **_cache_options(**mlx_lm_options),
-        **common,
+    common: dict[str, Any] = dict(
+        sampler=sampler, logits_processors=logits_processors, prompt_cache=prompt_cache, stream=stream
     )
+    if draft_model is None:
+        common |= dict(prefill_step_size=prefill_step_size, prompt_progress_callback=prompt_progress_callback)
+        plain: Any = mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens, **common, **mlx_lm_options)
+        return stop_at(plain, stops, tokenizer)
+    common |= dict(block_size=block_size, stop_tokens=tokenizer.eos_token_ids, **_cache_options(**mlx_lm_options))
+    session = open_session(Pair(model, draft_model), tokens, max_tokens, **common)
     emissions = emit(session, tokens, step_size=prefill_step_size, progress=prompt_progress_callback or _silent)
     return stop_at(respond(model, tokenizer, session, emissions, tokens.size), stops, tokenizer)
 

@@ -6,7 +6,6 @@ weights, and computes nothing with them. Exit status 0: all is well; 1: somethin
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import mlx.core as mx
 
 from .checkpoints.known_pairs import NO_DRAFT, find_draft
 from .checkpoints.layouts import tap_numbering, zlab_layout
+from .commands.errors import Parser, run_command
 from .commands.machine import Machine, this_machine
 from .draft.config import DraftConfig
 from .files.hub import draft_folder, local_path
@@ -97,7 +97,12 @@ class ExaminedDraft:
 
 def main(argv: list[str] | None = None) -> None:
     """Examine what the flags name, print the report, and exit with its status."""
-    parser = argparse.ArgumentParser(
+    run_command(make_parser, _run, argv)
+
+
+def make_parser() -> Parser:
+    """Return a parser of the flags of the doctor."""
+    parser = Parser(
         prog="mlx_dflash.doctor",
         description="Say what this machine can do, and whether a target and a draft fit it and each other.",
     )
@@ -110,10 +115,13 @@ def main(argv: list[str] | None = None) -> None:
         "(default: the public draft of the target)",
     )
     parser.add_argument("--json", action="store_true", help="print the findings and their facts as one JSON object")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
     report = examine(args.model, args.draft_model)
     print(as_json(report) if args.json else as_text(report))
-    sys.exit(0 if report.is_well else 1)
+    return 0 if report.is_well else 1
 
 
 def examine(model: str | None, draft_model: str | None) -> Report:

@@ -5,18 +5,18 @@ The module can also be called: it is the function mlx_dflash.generate of api.py,
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any
 
-from .api import generate
-from .commands.errors import user_errors
+from .commands.errors import Parser, run_command
 from .commands.flags import add_model_flags, add_prompt_flags, add_sampling_flags, block_options, read_message
 from .commands.loading import load_pair
 from .commands.progress import prefill_bar
-from .commands.sampling import sampler_from
+from .commands.sampling import check_sampling, sampler_from
 from .commands.templates import render_prompt
 
 # Flags that stream_generate takes under the same name.
@@ -33,7 +33,7 @@ _OPTIONS = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Return a parser of the flags of mlx_lm.generate and of ours."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx_dflash.generate",
         description="Generate text with a target and its DFlash draft; the text is the target's own.",
     )
@@ -70,9 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Parse the command line, generate, and exit with 0, or 1 if --compare found other tokens."""
-    args = make_parser().parse_args()
-    with user_errors():
-        sys.exit(_run(args))
+    run_command(make_parser, _run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -82,6 +80,7 @@ def _run(args: argparse.Namespace) -> int:
     from .caches.saved import load_prompt_cache
 
     check_sizes(args.max_tokens, args.prefill_step_size)
+    check_sampling(args)
     drafting = block_options(args)
     message = read_message(args)
     prompt_cache, metadata = None, None
@@ -154,13 +153,26 @@ def _processors_from(args: argparse.Namespace, tokenizer: Any, model: Any) -> Ca
     from .grammars import Grammars
     from .models.structure import Structure
 
-    text = args.json_schema
-    if not text.lstrip().startswith(("{", "true", "false")):
-        with open(text) as file:
-            text = file.read()
+    text = _schema_text(args.json_schema)
     grammars = Grammars(tokenizer, Structure(model).vocab_size)
     grammars.json_schema(text)
     return lambda: [grammars.json_schema(text)]
+
+
+def _schema_text(text_or_file: str) -> str:
+    """Return the text of a JSON schema, given itself or by the name of its file."""
+    name, text = "--json-schema", text_or_file
+    if not text.lstrip().startswith(("{", "[", '"')) and text.strip() not in ("true", "false", "null"):
+        name = text_or_file
+        with open(text_or_file, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON: {error}") from error
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"{name} must be a JSON object, true or false; got {text.strip()[:60]}")
+    return text
 
 
 def _true_false(text: str) -> bool:
@@ -172,7 +184,11 @@ def _true_false(text: str) -> bool:
 class _FunctionModule(ModuleType):
     """A module that can be called, so that importing it does not hide the function of the same name."""
 
-    __call__ = staticmethod(generate)
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        """Return the whole text; see mlx_dflash.api.generate."""
+        from .api import generate
+
+        return generate(*args, **kwargs)
 
 
 if __name__ == "__main__":

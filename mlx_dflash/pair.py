@@ -18,6 +18,7 @@ from .dice import Dice
 from .draft.config import DraftConfig
 from .draft.model import DraftModel
 from .drafter import Drafter
+from .files.hub import local_path
 from .models.structure import Structure, check_layer_ids
 from .target import Target, probe
 
@@ -100,6 +101,7 @@ def load_pair(model: str, draft_model: str | None = None, **options: Any) -> tup
     "none" loads no draft. options: see load. Returns (model, tokenizer, draft or None).
     Raises ValueError if no draft is known, or if the two do not belong together.
     """
+    local_path(model)  # a path that does not exist is told before anything else
     draft_name = draft_model or find_draft(model)
     if draft_name is None:
         raise ValueError(

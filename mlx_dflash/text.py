@@ -18,7 +18,7 @@ from .emission import Emission
 from .session import Session
 from .stats import Stats
 
-Response = TypeVar("Response", bound=_MlxLmResponse)
+R = TypeVar("R", bound=_MlxLmResponse)
 
 
 @dataclass
@@ -87,8 +87,8 @@ def respond(
 
 
 def stop_at(
-    responses: Generator[Response, None, None], stop_strings: list[str], tokenizer: TokenizerWrapper
-) -> Generator[Response, None, None]:
+    responses: Generator[R, None, None], stop_strings: list[str], tokenizer: TokenizerWrapper
+) -> Generator[R, None, None]:
     """End the text before the first stop string; hold back text that may be the beginning of one."""
     held, unseen = "", 0  # unseen: characters of `held` that the detokenizer dropped at the start of the text
     is_first = bool(stop_strings)

@@ -1,21 +1,68 @@
-"""How a command ends when it fails: one line for a mistake of the user's, and the exit status.
+"""How a command reads its flags, and how it ends: one line and an exit status, whatever went wrong.
 
+Exit status 2 is a mistake that the user can mend, 1 a fault of ours, 130 Ctrl-C, 141 a reader of stdout that left.
 Knows kinds of errors; knows nothing of what the command does.
 """
 
+import argparse
+import os
+import signal
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+
+USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and which knows --debug."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.add_argument("--debug", action="store_true", help="show where in the code an error comes from")
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with exit status 2 and one line on stderr."""
+        self.exit(2, f"error: {message}; {self.prog} --help lists the flags\n")
+
+
+def run_command(
+    make_parser: Callable[[], argparse.ArgumentParser],
+    work: Callable[[argparse.Namespace], int | None],
+    argv: list[str] | None = None,
+) -> NoReturn:
+    """Parse the command line, do the work, and end the program with the exit status that it returns, None being 0.
+
+    argv: the arguments, or None for those of the process.
+    """
+    with user_errors():
+        args = make_parser().parse_args(argv)
+    with user_errors(args.debug):
+        sys.exit(work(args) or 0)
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn an error that the user can mend into one line on stderr and exit status 2, and Ctrl-C into status 130."""
+def user_errors(is_debugging: bool = False) -> Iterator[None]:
+    """End the program with one line on stderr if the body raises. is_debugging: print the traceback before it."""
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whatever is still buffered has no reader either; the interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:  # the end of the program: the one place where anything may have been raised
+        if is_debugging:
+            traceback.print_exc()
+        is_mendable = isinstance(error, USER_ERRORS)
+        text = " ".join(str(error).split()) or type(error).__name__
+        said = text if is_mendable else f"{type(error).__name__}: {text} (--debug shows where)"
+        print(f"error: {said}", file=sys.stderr)
+        sys.exit(2 if is_mendable else 1)

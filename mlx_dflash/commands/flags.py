@@ -5,11 +5,17 @@ Knows argparse and the names that mlx-lm gives these flags; knows nothing of mod
 
 import argparse
 import json
+import os
+import select
+import stat
 import sys
 from typing import Any
 
 from ..block_size import AUTO, chosen_block_size
 from ..checkpoints.known_pairs import NO_DRAFT
+
+_GREETING = "hello"  # as mlx-lm
+_PATIENCE = 1.0  # seconds that a pipe gets to bring the beginning of a prompt
 
 
 def add_model_flags(parser: argparse.ArgumentParser, default_block_size: str = AUTO) -> None:
@@ -48,7 +54,7 @@ def add_model_flags(parser: argparse.ArgumentParser, default_block_size: str = A
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what the prompt is; read_message and templates.render_prompt read them."""
     add = parser.add_argument
-    add("--prompt", "-p", default="hello", help="the user's message; '-' reads it from stdin (default: %(default)s)")
+    add("--prompt", "-p", help="the user's message; '-' reads it from stdin (default: stdin if something is piped in)")
     add("--prompt-file", help="file that holds the user's message")
     add("--system-prompt", help="system message for the chat template")
     add("--prefill-response", help="text that the answer begins with")
@@ -86,7 +92,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="number of tokens that --min-p keeps at least (default: %(default)s)",
     )
-    add("--seed", type=int, help="seed of the random numbers (default: a new one each time)")
+    add("--seed", type=seed, help="seed of the random numbers (default: a new one each time)")
     add("--stop-strings", nargs="+", default=(), help="strings that end the text; it ends before the first of them")
 
 
@@ -109,6 +115,13 @@ def add_filter_flags(parser: argparse._ActionsContainer) -> None:
     add("--top-k", type=int, default=0, help="sample from this number of likeliest tokens (default: 0, all)")
 
 
+def seed(text: str) -> int:
+    """Read a seed of MLX's random numbers. Raises ArgumentTypeError for one that MLX does not take."""
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2**64 - 1, got {text!r}")
+    return int(text)
+
+
 def block_size(text: str) -> int | str:
     """Read a number, or "auto". Raises ValueError for anything else."""
     return text if text == AUTO else int(text)
@@ -125,10 +138,29 @@ def block_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_message(args: argparse.Namespace) -> str:
-    """Return the user's message from --prompt, from --prompt-file or from stdin."""
-    if args.prompt_file:
-        with open(args.prompt_file) as file:
-            return file.read()
-    if args.prompt == "-":
-        return sys.stdin.read()
-    return args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    """Return the user's message: that of --prompt or --prompt-file, else what is piped in, else "hello".
+
+    Raises ValueError if both flags are given, and OSError or ValueError for a file that is no text.
+    """
+    if args.prompt is not None and args.prompt_file is not None:
+        raise ValueError("give --prompt or --prompt-file, not both")
+    if args.prompt_file is not None:
+        try:
+            with open(args.prompt_file, encoding="utf-8") as file:
+                return file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.prompt_file} is no text in UTF-8: {error}") from error
+    if args.prompt == "-" or args.prompt is None and _is_piped_in():
+        return sys.stdin.read() or _GREETING
+    return (_GREETING if args.prompt is None else args.prompt).replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _is_piped_in() -> bool:
+    """Whether stdin is a pipe or a file from which something comes within a second."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False  # closed, or not a file of the system
+    if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)):
+        return False
+    return bool(select.select([sys.stdin], [], [], _PATIENCE)[0])

@@ -17,10 +17,7 @@ def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) 
     model, tokenizer, draft = pair.load_pair(
         args.model or metadata.get("model") or "demo",
         args.draft_model,
-        tokenizer_config={
-            "trust_remote_code": args.trust_remote_code,
-            **json.loads(metadata.get("tokenizer_config", "{}")),
-        },
+        tokenizer_config={**_saved_config(metadata), "trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
         adapter_path=args.adapter_path,
         trust_remote_code=args.trust_remote_code,
@@ -28,3 +25,15 @@ def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) 
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     return model, tokenizer, draft
+
+
+def _saved_config(metadata: dict[str, str]) -> dict[str, Any]:
+    """Return the tokenizer options that a saved prompt cache holds; what it may run is never one of them."""
+    text = metadata.get("tokenizer_config", "{}")
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"tokenizer_config of the prompt cache must be a JSON object, got {text[:60]!r}")
+    return config

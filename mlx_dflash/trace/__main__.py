@@ -8,22 +8,25 @@ import argparse
 import json
 from dataclasses import asdict
 from itertools import islice
-
-import mlx.core as mx
+from typing import Any
 
 from ..block_size import chosen_block_size
 from ..checkpoints.known_pairs import NO_DRAFT
-from ..commands.errors import user_errors
+from ..commands.errors import Parser, run_command
 from ..commands.flags import add_model_flags, add_prompt_flags, add_sampling_flags, read_message
 from ..commands.loading import load_pair
-from ..commands.sampling import sampler_from
+from ..commands.sampling import check_sampling, sampler_from
 from ..commands.templates import render_prompt
-from .moments import Moment, describe, watch
 
 
 def main() -> None:
     """Parse the command line and show the rounds of a prompt."""
-    parser = argparse.ArgumentParser(
+    run_command(make_parser, _run)
+
+
+def make_parser() -> Parser:
+    """Return a parser of the flags of a trace."""
+    parser = Parser(
         prog="mlx_dflash.trace",
         description="Show round by round which tokens are drafted and kept, and what each cache covers.",
     )
@@ -36,14 +39,15 @@ def main() -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="draw the rounds as a page to step through into this file as well"
     )
-    args = parser.parse_args()
-    with user_errors():
-        _run(args)
+    return parser
 
 
 def _run(args: argparse.Namespace) -> None:
+    import mlx.core as mx
+
     from ..api import open_session
     from ..pair import Pair
+    from .moments import describe, watch
 
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
@@ -52,6 +56,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.draft_model == NO_DRAFT:
         raise ValueError(f"a trace needs a draft, got --draft-model {NO_DRAFT}")
     block_size = chosen_block_size(args.block_size, args.num_draft_tokens)
+    check_sampling(args)
     message = read_message(args)
     model, tokenizer, draft = load_pair(args)
     prompt = mx.array(render_prompt(args, tokenizer, message, continues=False))
@@ -76,7 +81,7 @@ def _run(args: argparse.Namespace) -> None:
     _draw(args, moments, notes, prompt.size, tokenizer)
 
 
-def _draw(args: argparse.Namespace, moments: list[Moment], notes: list[str], prompt_length: int, tokenizer) -> None:
+def _draw(args: argparse.Namespace, moments: list[Any], notes: list[str], prompt_length: int, tokenizer) -> None:
     """Write the pictures that --svg and --html ask for."""
     from .drawing import draw, page
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from support.fixtures import (
@@ -126,12 +128,90 @@ def test_a_prompt_cache_file_continues_its_conversation(monkeypatch, capfd, pair
         (("--draft-model", "none", "--block-size", 2), "need a draft"),
         (("--draft-model", "none", "--compare"), "--compare needs a draft"),
         (("--extra-eos-token", "nonsense"), "nonsense"),
+        (("-p", "a", "--prompt-file", "b"), "--prompt or --prompt-file, not both"),
+        (("--temp", -1), "--temp must be a number of 0 or more, got -1.0"),
+        (("--temp", "nan"), "--temp must be a number of 0 or more, got nan"),
+        (("--temp", "inf"), "--temp must be a number of 0 or more, got inf"),
+        (("--top-p", 1.5), "--top-p must be a number of 0 to 1, got 1.5"),
+        (("--min-p", -0.1), "--min-p must be a number of 0 to 1, got -0.1"),
+        (("--top-k", -4), "--top-k must be a number of 0 or more, got -4"),
+        (("--xtc-threshold", 0.6), "--xtc-threshold must be a number of 0 to 0.5"),
+        (("--seed", -1), "argument --seed: must be a whole number from 0 to 2**64 - 1, got '-1'"),
+        (("--seed", 2**64), "argument --seed"),
+        (("--wrong-flag",), "unrecognized arguments: --wrong-flag"),
+        (("--max-tokens", "many"), "argument --max-tokens"),
+        (("--json-schema", "[1]"), "--json-schema must be a JSON object"),
+        (("--json-schema", '{"type": }'), "--json-schema is no JSON: Expecting value: line 1 column 10"),
+        (("--json-schema", "/no/such/schema"), "No such file"),
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, capfd, pair, flags, says):
     assert run(monkeypatch, generate, *pair, *flags) == 2
     out, err = capfd.readouterr()
     assert says in err and err.count("\n") == 1 and not out
+
+
+def test_an_error_of_ours_is_one_line_too_and_debug_shows_where(monkeypatch, capfd, pair):
+    def failing(*arguments, **options):
+        raise RuntimeError("the array\nis gone")
+
+    monkeypatch.setattr("mlx_dflash.api.stream_generate", failing)
+    assert run(monkeypatch, generate, *pair) == 1
+    assert capfd.readouterr().err == "error: RuntimeError: the array is gone (--debug shows where)\n"
+    assert run(monkeypatch, generate, *pair, "--debug") == 1
+    err = capfd.readouterr().err
+    assert "Traceback" in err and "in failing" in err and err.endswith("(--debug shows where)\n")
+
+
+def test_a_saved_prompt_cache_does_not_decide_what_code_may_run(monkeypatch, capfd, pair, tmp_path):
+    model, _ = mlx_dflash.load(pair[1])
+    metadata = {"model": pair[1], "tokenizer_config": '{"trust_remote_code": true, "eos_token": "<bos>"}'}
+    mlx_dflash.save_prompt_cache(str(tmp_path / "c.safetensors"), mlx_dflash.make_prompt_cache(model), metadata)
+    seen, load = [], mlx_dflash.pair.load
+    monkeypatch.setattr("mlx_dflash.pair.load", lambda *a, **options: seen.append(options) or load(*a, **options))
+    flags = ("--draft-model", "none", "--prompt-cache-file", tmp_path / "c.safetensors", "-m", 1)
+    assert run(monkeypatch, generate, *flags) == 0, capfd.readouterr().err
+    assert seen[0]["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<bos>"}
+    metadata["tokenizer_config"] = "[]"
+    mlx_dflash.save_prompt_cache(str(tmp_path / "c.safetensors"), mlx_dflash.make_prompt_cache(model), metadata)
+    assert run(monkeypatch, generate, *flags) == 2
+    assert "tokenizer_config of the prompt cache must be a JSON object" in capfd.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_the_program_silently(pair):
+    command = [sys.executable, "-m", "mlx_dflash.generate", *pair, "-p", "hi", "-m", "400"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    running.stdout.read(1)
+    running.stdout.close()
+    assert running.stderr.read() == b"" and running.wait(timeout=60) == 141
+
+
+def test_what_is_piped_in_is_the_prompt(pair):
+    command = [sys.executable, "-m", "mlx_dflash.generate", *pair, "-m", "8"]
+    for flags, text in (([], "one two"), (["-p", "three"], "three")):
+        done = subprocess.run([*command, *flags], input="one two", capture_output=True, text=True)
+        assert done.stdout == plain_text(pair, f"user: {text}\nassistant: ", 8) + "\n", done.stderr
+
+
+@pytest.mark.parametrize("after", [0.05, 0.3, 0.6, 1.0])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(after, pair):
+    command = [sys.executable, "-m", "mlx_dflash.generate", *pair, "-p", "hi", "-m", "-1"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    wait_for_python(running.pid)
+    time.sleep(after)
+    running.send_signal(signal.SIGINT)
+    err = running.stderr.read().decode()
+    assert running.wait(timeout=60) in (130, -signal.SIGINT) and "Traceback" not in err, err
+
+
+def wait_for_python(pid):
+    """Wait until the process has loaded this package's BLAS, so that Python itself is up."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        maps = open(f"/proc/{pid}/maps").read() if sys.platform == "linux" else "blas"
+        if "blas" in maps or "blis" in maps:
+            return
+        time.sleep(0.005)
 
 
 def test_target_without_a_draft_asks_for_one(monkeypatch, capfd, pair):

@@ -57,6 +57,9 @@ MANY_PARAMETERS = {
     "Kernels.attend_block",
 }
 
+# Files that catch whatever was raised: where a program ends, and where a request must not end the server.
+CATCH_ALL = {"mlx_dflash/commands/errors.py"}
+
 # Words that the glossary replaces, as parts of identifiers.
 NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
 
@@ -190,7 +193,8 @@ def test_there_is_no_hidden_state(path):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else ""
             reraises = any(isinstance(n, ast.Raise) and n.exc is None for n in ast.walk(node))
-            assert caught not in ("", "Exception") and (caught != "BaseException" or reraises), (
+            is_catch_all = caught == "Exception" and str(path.relative_to(ROOT)) in CATCH_ALL
+            assert is_catch_all or caught not in ("", "Exception") and (caught != "BaseException" or reraises), (
                 f"line {node.lineno}: catches {caught}"
             )
     for node in TREES[path].body:
