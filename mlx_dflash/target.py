@@ -14,7 +14,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from .caches import rollback
-from .caches.growing import KVQuantization
+from .caches.quantization import KVQuantization
+from .caches.recurrences import Recurrences
 from .kernels import Kernels
 from .models.structure import (
     Structure,
@@ -77,7 +78,7 @@ class Target:
         if quantization is not None:
             quantization.check(self.caches)
         self._publish()
-        self._recurrences = rollback.Recurrences(model)
+        self._recurrences = Recurrences(model)
         self._block_size = block_size
         self._length = max(rollback.lengths(self.caches), default=length)
         self._waiting = mx.zeros((0,), mx.uint32)  # committed tokens that the caches do not cover yet

@@ -10,8 +10,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..draft.model import DraftModel
 from . import rollback
-from .growing import GrowingKVCache, WindowedKVCache
+from .growing import GrowingKVCache
 from .lease import refuse_in_use
+from .windowed import WindowedKVCache
 
 load_prompt_cache = mlx_lm_cache.load_prompt_cache
 _STOCK: dict[type, Any] = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}

@@ -8,7 +8,8 @@ from support.fixtures import draft_config, tiny_target
 from support.harness import Watch, make_draft
 
 import mlx_dflash
-from mlx_dflash.caches.growing import GrowingKVCache, WindowedKVCache
+from mlx_dflash.caches.growing import GrowingKVCache
+from mlx_dflash.caches.windowed import WindowedKVCache
 
 HEADS, SIZE = 2, 4
 

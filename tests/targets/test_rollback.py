@@ -14,8 +14,9 @@ from support import models
 from support.fixtures import OracleDrafter, plain_tokens
 
 from mlx_dflash.caches import rollback
-from mlx_dflash.caches.growing import KVQuantization, WindowedKVCache
+from mlx_dflash.caches.quantization import KVQuantization
 from mlx_dflash.caches.saved import load_prompt_cache, save_prompt_cache
+from mlx_dflash.caches.windowed import WindowedKVCache
 from mlx_dflash.dice import Dice
 from mlx_dflash.emission import emit
 from mlx_dflash.session import Session
