@@ -18,8 +18,9 @@ from .dice import Dice
 from .draft.config import DraftConfig
 from .draft.model import DraftModel
 from .drafter import Drafter
+from .models.probe import probe
 from .models.structure import Structure, check_layer_ids
-from .target import Target, probe
+from .target import Target
 
 _REHEARSED_TOKENS = 8
 

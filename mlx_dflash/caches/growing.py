@@ -1,12 +1,12 @@
-"""Growing key/value caches whose last rows can be taken back.
+"""A growing key/value cache whose last rows can be trimmed.
 
-One idea in two classes: a buffer with spare rows behind its contents. New rows go into the spare rows in place,
-rows that turn out wrong are dropped by moving the end back, and a block that is only tried writes its rows behind
-the end and never counts. Targets and drafts use the same two classes.
-Knows nothing of models; speaks the cache protocol of mlx-lm, so mlx-lm's models and its save functions take them.
+The cache here and the one in windowed.py share one idea: a buffer with spare rows after its contents. New rows are
+written into the spare rows in place, rows that turn out wrong are trimmed by moving the end back, and the rows of a
+block that is only tried are written after the end and never counted. Targets and drafts use the same two classes.
+Knows nothing of models; speaks the cache protocol of mlx-lm, so mlx-lm's models and its save functions take it.
 
-Donation: an append is in place only while nobody else holds the buffer. So these classes keep the one reference,
-hand out views only for the attention that follows, and nobody passes a cache to mx.async_eval.
+Donation: an append is in place only while nobody else holds the buffer. So these classes keep the only reference,
+hand out views only for the attention that follows, and no cache may be passed to mx.async_eval.
 """
 
 import mlx.core as mx
@@ -70,7 +70,7 @@ class GrowingKVCache(KVCache):
             self.keys, self.values = grown(self.keys, keys, held, rows), grown(self.values, values, held, rows)
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write a block's rows behind the end without counting them.
+        """Write a block's rows after the end without counting them.
 
         keys, values: (B, H, L, d). Returns views of offset + L rows, for the attention of this block only.
         """
@@ -92,5 +92,5 @@ class GrowingKVCache(KVCache):
         return self.offset
 
     def max_trim(self) -> int:
-        """Number of last rows that can be taken back."""
+        """Return the number of last rows that can be trimmed."""
         return self.offset

@@ -2,14 +2,13 @@
 
 Where the layers of a target are a short convolution and a recurrence that mlx-lm has as a function, only these run
 again, from recorded inputs.
-Knows what mlx-lm's recurrent layers call and what their caches keep; knows nothing of rounds.
+Knows what mlx-lm's recurrent layers call and what their caches keep; knows nothing of rounds, and not how the
+recorders get into their places.
 """
 
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,17 @@ _RECURRENCES = {
 
 @dataclass
 class _Call:
-    """One call of a short convolution (function None, the input as its argument) or of a recurrence."""
+    """One call of a recurrence, or of a short convolution, which has no function and the input as its argument.
+
+    state: what the recurrence returned as its state after the last token.
+    """
 
     function: Callable | None
     arguments: dict[str, Any]
-    state: Any = None  # after the last token
+    state: Any = None
 
-    def state_after(self, tokens: int, start: Any = None) -> mx.array:
-        """The state after the first tokens of the pass."""
+    def state_after(self, tokens: int) -> mx.array:
+        """Return the state after the first `tokens` tokens of the pass."""
         if self.function is None:
             rows = self.arguments["kernel_size"] - 1
             return mx.contiguous(self.arguments["input"][:, tokens : tokens + rows])
@@ -44,28 +46,21 @@ class _Call:
         bound.arguments.update(arguments)
         return self.function(*bound.args, **bound.kwargs)[1]
 
-
-class _Recorder:
-    """Stands for a convolution or a recurrence and records its calls, in the thread that opened the scope."""
-
-    def __init__(self, original: Any, record: Callable):
-        self._original, self._record, self._thread = original, record, threading.get_ident()
-
-    def __call__(self, *args, **kwargs):
-        out = self._original(*args, **kwargs)
-        if threading.get_ident() == self._thread:
-            self._record(self._original, args, kwargs, out)
-        return out
-
-    def __getattr__(self, name: str):
-        return getattr(self._original, name)
+    def produced(self, value: mx.array | None) -> bool:
+        """Whether this call left a cache's entry as it is."""
+        if value is None or self.function is not None:
+            return value is not None and self.state is value
+        rows = self.arguments["kernel_size"] - 1
+        left = self.arguments["input"][:, -rows:]
+        return left.shape == value.shape and left.dtype == value.dtype and mx.array_equal(left, value).item()
 
 
 class Recurrences:
-    """The short convolutions and recurrences of a model, recorded in a scope and run again over fewer tokens.
+    """The short convolutions and recurrences of a model: their calls in one pass, to be run again over fewer tokens.
 
-    Which recorded call left which entry of which cache is found by comparing, at the first use. `works` is False
-    once some state was left by something else; the caller then has to run the model again.
+    At the first rewind, each entry of each cache is compared with the recorded calls, to find the call that produced
+    it. If an entry was produced by something else, `works` is False from then on, and the caller has to run the
+    model again.
     """
 
     def __init__(self, model: nn.Module):
@@ -84,56 +79,49 @@ class Recurrences:
         self._plan: list[tuple[int, int, int]] | None = None  # cache, entry, call
         self._calls: list[_Call] = []
 
-    @contextmanager
-    def recorded(self, is_needed: bool) -> Iterator[None]:
-        """Record the calls of the pass made inside the scope, if needed; those of the pass before are forgotten."""
+    def recorders(self, is_needed: bool) -> list[tuple[dict, str, Callable]]:
+        """Forget the calls of the pass before; return what records those of the next, if it is needed.
+
+        Each is a container and a key, where the model keeps a convolution or a recurrence, and a function to be called
+        there instead: with the original first, then the arguments of the call.
+        """
         self._calls = []
         places = [*self._convolutions, *self._functions] if self.works and is_needed else []
-        originals = [dict.__getitem__(home, name) for home, name in places]
-        try:
-            for (home, name), original in zip(places, originals):
-                dict.__setitem__(home, name, _Recorder(original, self._record))
-            yield
-        finally:
-            for (home, name), original in zip(places, originals):
-                dict.__setitem__(home, name, original)
+        return [(home, name, self._record) for home, name in places]
 
-    def _record(self, original: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    def _record(self, original: Any, *args, **kwargs) -> Any:
+        out = original(*args, **kwargs)
         if isinstance(original, nn.Conv1d):
             call = _Call(None, {"input": args[0], "kernel_size": original.weight.shape[1]})
         else:
             call = _Call(original, dict(inspect.signature(original).bind(*args, **kwargs).arguments), out[1])
         self._calls.append(call)
+        return out
 
     def rewind(self, recurrent: list[tuple[Any, dict[str, Any]]], tokens: int) -> bool:
-        """Let recurrent caches hold the state after the first tokens (>= 1) of the pass; return whether they do."""
+        """Let caches hold the state that they had after the first tokens (>= 1) of the pass; return whether they do.
+
+        recurrent: the caches, each with its state before the pass.
+        """
         if not self.works:
             return False
         if self._plan is None:
-            self._plan = self._explained([cache for cache, _ in recurrent])
+            self._plan = self._find_calls([cache for cache, _ in recurrent])
             self.works = self._plan is not None
         for cache, entry, call in self._plan or ():
             recurrent[cache][0][entry] = self._calls[call].state_after(tokens)
         return self.works
 
-    def _explained(self, caches: list[Any]) -> list[tuple[int, int, int]] | None:
-        """For every entry of every cache the call that left it; None if one is left by something else."""
+    def _find_calls(self, caches: list[Any]) -> list[tuple[int, int, int]] | None:
+        """Map each cache entry to the recorded call that produced it; return None if any entry has no such call."""
         plan, free = [], list(range(len(self._calls)))
         for i, cache in enumerate(caches):
             if type(cache) is not ArraysCache or cache.lengths is not None or cache.left_padding is not None:
                 return None
             for entry, value in enumerate(cache.cache):
-                found = next((c for c in free if self._leaves(self._calls[c], value)), None)
+                found = next((c for c in free if self._calls[c].produced(value)), None)
                 if found is None:
                     return None
                 free.remove(found)
                 plan.append((i, entry, found))
         return plan
-
-    @staticmethod
-    def _leaves(call: _Call, value: mx.array | None) -> bool:
-        if value is None or call.function is not None:
-            return value is not None and call.state is value
-        rows = call.arguments["kernel_size"] - 1
-        left = call.arguments["input"][:, -rows:]
-        return left.shape == value.shape and left.dtype == value.dtype and mx.array_equal(left, value).item()

@@ -1,9 +1,9 @@
 """How the caches of a target go back to an earlier token, per kind of cache.
 
-Rows that were appended are cut off. Any other state goes back to what it was before the pass: arrays are values, so
-keeping it costs a reference. From there the kept tokens are put in front of the next pass, or, where the layers are
-a short convolution and a recurrence that mlx-lm has as a function, only these run again over the kept rows.
-Knows the cache classes of mlx-lm and ours, and what mlx-lm's recurrent layers call; knows nothing of rounds.
+Rows that were appended are trimmed. Any other state is kept before a pass, which costs a reference to each of its
+arrays. To rewind, the caches take that state again, and the kept tokens run in front of the next pass; or only their
+recurrences run again, see recurrences.py.
+Knows the cache classes of mlx-lm and ours; knows nothing of models or rounds.
 """
 
 import copy
@@ -27,7 +27,7 @@ _ROW_CACHES = (GrowingKVCache, WindowedKVCache, QuantizedKVCache, ChunkedKVCache
 
 
 def adopt(caches: list[Any], slack: int) -> None:
-    """Replace, in place, mlx-lm's caches by ours where those cannot take back up to `slack` rows.
+    """Replace, in place, mlx-lm's caches by ours where mlx-lm's cannot trim up to `slack` rows.
 
     Raises ValueError that names the class of a cache whose state cannot be kept.
     """
@@ -53,7 +53,7 @@ def _adopted(cache: Any, slack: int) -> Any:
 
 
 def leaves(caches: list[Any]) -> Iterator[Any]:
-    """The caches, with those inside a CacheList in its place."""
+    """Yield the caches; in place of a CacheList, those inside it."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
@@ -62,35 +62,30 @@ def leaves(caches: list[Any]) -> Iterator[Any]:
 
 
 def lengths(caches: list[Any]) -> list[int]:
-    """Return the number of tokens that each cache covers, without the caches that do not know."""
+    """Return the number of tokens that each cache covers, for the caches that count them."""
     known = (getattr(c, "offset", None) for c in leaves(caches))
     return [n for n in known if isinstance(n, int)]
 
 
 def set_stepwise(caches: list[Any], is_stepwise: bool) -> None:
-    """Let windows treat the rows of a pass as one-row steps of mlx-lm would, or as a chunk of its prefill."""
+    """Let windows mask the rows of a pass as one-row steps of mlx-lm do, or else as a chunk of its prefill does."""
     for cache in leaves(caches):
         if isinstance(cache, WindowedKVCache):
             cache.is_stepwise = is_stepwise
 
 
-def can_drop_rows(caches: list[Any], rows: int) -> bool:
-    """Whether every cache can take back this many of its last rows."""
-    return rows == 0 or all(type(c) in _ROW_CACHES and (c.offset == 0 or rows <= _max_drop(c)) for c in leaves(caches))
+def can_trim(caches: list[Any], rows: int) -> bool:
+    """Whether every cache can lose this many of its last rows."""
+    return rows == 0 or all(type(c) in _ROW_CACHES and (c.offset == 0 or rows <= _max_trim(c)) for c in leaves(caches))
 
 
-def drop_rows(caches: list[Any], rows: int) -> None:
-    """Take back the last rows of every cache."""
-    cut(caches, max(lengths(caches), default=0) - rows)
-
-
-def cut(caches: list[Any], length: int) -> None:
-    """Let the caches that keep rows hold those of the first `length` tokens only."""
+def trim_to(caches: list[Any], length: int) -> None:
+    """Trim the caches that keep rows to those of the first `length` tokens; other caches stay as they are."""
     for cache in leaves(caches):
         rows = cache.offset - length if type(cache) in _ROW_CACHES else 0
         if rows <= 0:
             continue
-        assert rows <= _max_drop(cache), f"{type(cache).__name__} has {_max_drop(cache)} rows to give, not {rows}"
+        assert rows <= _max_trim(cache), f"{type(cache).__name__} has {_max_trim(cache)} rows to give, not {rows}"
         if isinstance(cache, ConcatenateKVCache):
             # Its own trim forgets to cut the arrays.
             cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
@@ -99,14 +94,16 @@ def cut(caches: list[Any], length: int) -> None:
             cache.trim(rows)
 
 
-def _max_drop(cache: Any) -> int:
+def _max_trim(cache: Any) -> int:
     return cache.max_trim() if hasattr(cache, "max_trim") else cache.offset - getattr(cache, "start_position", 0)
 
 
 class Checkpoint:
-    """The caches as they were before a pass, when they covered `length` tokens.
+    """The caches as they are before a pass, when they cover `length` tokens.
 
-    Rows are not kept, they can be cut off; unless `with_windows`, for passes longer than the slack of the windows.
+    Rows are not kept here, because they can be trimmed. with_windows: also keep the rows of the windows, for passes
+    that are longer than their slack.
+    recurrent: the caches that cannot be trimmed, each with its state.
     """
 
     def __init__(self, caches: list[Any], length: int, with_windows: bool = False):
@@ -115,23 +112,25 @@ class Checkpoint:
         copied = (
             c for c in leaves(caches) if type(c) not in _ROW_CACHES or with_windows and isinstance(c, WindowedKVCache)
         )
-        # The caches that do not keep rows, each with its state.
         self.recurrent = [(cache, _copied(cache.__dict__)) for cache in copied]
 
-    def put_back(self, caches: list[Any]) -> None:
-        """Put the cache objects back into their list, as they are now."""
+    def put_into(self, caches: list[Any]) -> None:
+        """Put the cache objects of that time into the list again, each with the contents that it has now."""
         caches[:] = self._caches
 
-    def restore(self, caches: list[Any]) -> None:
-        """Put the caches back into their list, in the state that they had."""
-        self.put_back(caches)
+    def rewind(self, caches: list[Any]) -> None:
+        """Put the cache objects of that time into the list again, each with the contents that it had."""
+        self.put_into(caches)
         for cache, state in self.recurrent:
             cache.__dict__.update(_copied(state))
-        cut(caches, self.length)
+        trim_to(caches, self.length)
 
 
 def _copied(state: Any) -> Any:
-    """A copy of nested containers; its arrays are new names for the same values, safe from writes in place."""
+    """Return a copy of nested containers.
+
+    Its arrays share their values with the originals, but writes in place to those do not reach them.
+    """
     if isinstance(state, mx.array):
         return copy.copy(state)
     if isinstance(state, dict):

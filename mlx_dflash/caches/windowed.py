@@ -12,14 +12,14 @@ from .growing import grown, round_up
 
 
 class WindowedKVCache(RotatingKVCache):
-    """The last rows only, in temporal order: a sliding window that can roll back.
+    """The last rows only, in temporal order: a sliding window that can be trimmed.
 
     keys, values: (B, H, capacity, d), of which rows [0, offset - start) count; row j holds position start + j. The
     first `keep` positions stay for ever, in a buffer of their own once start > 0, and count against max_size.
     A query at position p sees the kept positions and p - max_size + keep + 1 to p, as in mlx-lm's one-row steps; when
     not is_stepwise it sees what mlx-lm lets a row of a prefill chunk see. Up to `slack` of the last rows can be
-    trimmed without losing what the rows before them see: mlx-lm's RotatingKVCache has overwritten those by then.
-    A subclass for the models that ask which cache is a rotating one; it shares no behaviour with its parent.
+    trimmed without losing what the rows before them see; mlx-lm's RotatingKVCache has overwritten those by then.
+    This is a subclass because some models ask which cache is a rotating one; it shares no behaviour with its parent.
     """
 
     def __init__(self, max_size: int, slack: int = 64, keep: int = 0):
@@ -64,15 +64,16 @@ class WindowedKVCache(RotatingKVCache):
         """Nothing to do: the size is bounded."""
 
     def size(self) -> int:
+        """Return the number of rows that are seen."""
         return min(self.offset, self.max_size)
 
     @property
     def rows(self) -> int:
-        """Number of rows of the buffers that count, from the first; the last max_size of them are seen."""
+        """Number of rows of the buffers that count, from the first; only the last max_size of them are seen."""
         return self.offset - self.start
 
     def first_position(self, rows: int) -> int:
-        """First position, but for the kept ones, that a block of this many rows, at the end, attends to."""
+        """Return the first position, apart from the kept ones, that a block of this many rows at the end attends to."""
         first = max(self.start, self.offset - self.max_size + self.keep + 1)
         return first if first > self.keep else 0
 
@@ -81,7 +82,7 @@ class WindowedKVCache(RotatingKVCache):
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if rows + new <= capacity:
             return
-        # Keep what can still be seen after the longest allowed roll-back.
+        # Keep what can still be seen after the longest trim that is allowed.
         first = max(self.start, self.offset - self.max_size - self.slack)
         if self.keep and self.start == 0 and first > 0:
             first = max(first, self.keep)
@@ -95,7 +96,7 @@ class WindowedKVCache(RotatingKVCache):
         self.start = first
 
     def _seen(self, first: int, end: int) -> tuple[mx.array, mx.array]:
-        """The kept rows, and those of positions first to end - 1."""
+        """Return the kept rows, and those of positions first to end - 1."""
         rows = slice(first - self.start, end - self.start)
         keys, values = self.keys[..., rows, :], self.values[..., rows, :]
         if self.keep == 0 or first == 0:
@@ -109,7 +110,7 @@ class WindowedKVCache(RotatingKVCache):
         )
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write a block's rows behind the end without counting them.
+        """Write a block's rows after the end without counting them.
 
         keys, values: (B, H, L, d). Returns the kept rows and those from first_position(L) on, for the attention of
         this block.
@@ -129,7 +130,7 @@ class WindowedKVCache(RotatingKVCache):
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the latest update_and_fetch returned, for layers that share the rows of another."""
+        """Return what the latest update_and_fetch returned, for layers that share the rows of another layer."""
         return self._seen(self._shown, self.offset)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
@@ -150,15 +151,15 @@ class WindowedKVCache(RotatingKVCache):
         return mask
 
     def is_trimmable(self) -> bool:
-        """Whether any number of rows can be taken back, which is what mlx-lm asks; see max_trim."""
+        """Whether any number of rows can be trimmed, which is what mlx-lm asks; see max_trim."""
         return self.start == 0
 
     def max_trim(self) -> int:
-        """Number of last rows that can be taken back without losing what the rest sees."""
+        """Return the number of last rows that can be trimmed without losing what the rows before them see."""
         return self.offset if self.start == 0 else self.offset - self.start - self.max_size + self.keep
 
     def trim(self, n: int) -> int:
-        """Take back the last n rows, or as many as can be; return their number."""
+        """Trim the last n rows, or as many of them as can be trimmed; return their number."""
         n = min(n, self.max_trim())
         self.offset -= n
         return n

@@ -53,12 +53,11 @@ MANY_PARAMETERS = {
     "Drafter.__init__",
     "Target.__init__",
     "attend_metal",
-    "by_kernels.attend",
     "Kernels.attend_block",
 }
 
 # Words that the glossary replaces, as parts of identifiers.
-NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
+NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs", "restore"}
 
 
 def name_of(path):
