@@ -95,7 +95,7 @@ def draft_rows(draft: DraftModel) -> mx.array:
 
 def target_rows(model: nn.Module) -> mx.array:
     """Logits (T, V) of random tokens."""
-    from mlx_dflash.target import Structure
+    from mlx_dflash.models.structure import Structure
 
     tokens = mx.random.randint(0, Structure(model).vocab_size, (1, NUM_TOKENS), key=mx.random.key(1))
     return model(tokens)[0]

@@ -14,7 +14,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .block_size import AUTO, chosen_block_size
-from .caches.growing import KVQuantization
+from .caches.quantization import KVQuantization
 from .caches.saved import draft_entries, make_prompt_cache
 from .dice import LogitsProcessor, Sampler
 from .draft.model import DraftModel

@@ -19,8 +19,9 @@ from .draft.config import DraftConfig
 from .draft.model import DraftModel
 from .drafter import Drafter
 from .files.hub import local_path
+from .models.probe import probe
 from .models.structure import Structure, check_layer_ids
-from .target import Target, probe
+from .target import Target
 
 _REHEARSED_TOKENS = 8
 

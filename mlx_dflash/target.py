@@ -1,7 +1,7 @@
 """A frozen mlx-lm model as the target of one sequence: prefill, verify, commit.
 
-Taps, kernels and recorders come and go with each pass. Knows mlx-lm's models and caches, with structure.py and
-rollback.py; knows nothing of drafts.
+Taps, kernels and recorders are put into the model for each pass and removed after it. Knows mlx-lm's models and
+caches, by way of models/ and caches/; knows nothing of drafts.
 """
 
 import time
@@ -14,21 +14,14 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from .caches import rollback
-from .caches.growing import KVQuantization
+from .caches.quantization import KVQuantization
+from .caches.recurrences import Recurrences
 from .kernels import Kernels
-from .models.structure import (
-    Structure,
-    by_kernels,
-    check_layer_ids,
-    features_of,
-    quantized_linears,
-    shared_rotations,
-    tapped,
-)
-
-_PROBE = 4  # tokens
-_PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding, also of quantized models, stays far below
-_GPU_TOLERANCE = 1e-3  # the same, of the same pass twice: a GPU may add in another order, the CPU does not
+from .models.few_rows import Linears, by_kernels, quantized_linears
+from .models.rotations import shared_rotations
+from .models.stand_ins import Replacement, standing_in
+from .models.structure import Structure, check_layer_ids
+from .models.taps import features_of, tapped
 
 
 @dataclass(frozen=True)
@@ -42,12 +35,13 @@ class Scores:
 class Target:
     """A model seen by one sequence.
 
-    target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache,
-    and whatever stands behind it in the same list; its entries are replaced, in place, by ones that can roll back.
-    block_size: most rows of a verify. kernels: may run a verify's attention and quantized products; without them,
-    stock MLX operations do. structure: the model's, if it is known. quantization: of the rows that the caches keep.
-    length: number of tokens that the caches cover, for caches that do not know it.
-    Between calls the caches cover the committed tokens, except some that may wait in front of the next verify.
+    target_layer_ids: layers whose outputs are the context features, in that order. caches: the model's prompt cache;
+    entries that other owners have appended to it are left alone, those of the model are replaced, in place, by ones
+    that can be rewound. block_size: most rows of a verify. kernels: may run a verify's attention and quantized
+    products; without them, stock MLX operations do. structure: the model's, if it is known. quantization: of the rows
+    that the caches keep. length: number of tokens that the caches cover, for caches that do not count them.
+    Between calls the caches cover the committed tokens. Some of the last ones may be missing; they are kept here and
+    run in front of the next verify.
     Raises ValueError for layers the model does not have, and for caches that cannot roll back or be quantized.
     """
 
@@ -65,7 +59,7 @@ class Target:
     ):
         self.model = model
         self.kernels = kernels or Kernels("off")
-        self._linears: list[tuple[nn.Module, str, nn.QuantizedLinear]] | None = None
+        self._linears: Linears | None = None
         self.structure = structure or Structure(model)
         self.target_layer_ids = check_layer_ids(target_layer_ids, len(self.structure.layers))
         own = make_prompt_cache(model)
@@ -77,7 +71,7 @@ class Target:
         if quantization is not None:
             quantization.check(self.caches)
         self._publish()
-        self._recurrences = rollback.Recurrences(model)
+        self._recurrences = Recurrences(model)
         self._block_size = block_size
         self._length = max(rollback.lengths(self.caches), default=length)
         self._waiting = mx.zeros((0,), mx.uint32)  # committed tokens that the caches do not cover yet
@@ -89,15 +83,8 @@ class Target:
         """Number of committed tokens."""
         return self._length
 
-    @property
-    def way_back(self) -> str:
-        """How refused tokens leave the caches: "rows" are cut, a "recurrence" or, by "replay", the model runs again."""
-        if not rollback.Checkpoint(self.caches, 0).recurrent:
-            return "rows"
-        return "recurrence" if self._recurrences.works else "replay"
-
     def reserve(self, tokens: int) -> None:
-        """Make room for this many tokens in all at the next growth."""
+        """Let the next growth of the caches make room for this many tokens in all."""
         for cache in rollback.leaves(self.caches):
             if hasattr(cache, "reserve"):
                 cache.reserve(tokens)
@@ -131,7 +118,7 @@ class Target:
             rollback.set_stepwise(self.caches, True)
 
     def verify(self, anchor: int | mx.array, drafts: mx.array) -> Scores:
-        """Run the target over [anchor, drafts]: one pass, γ + 1 rows, uncommitted until commit. drafts: (γ,) ids."""
+        """Run the target over [anchor, drafts] in one pass of γ + 1 rows, which commit then keeps. drafts: (γ,) ids."""
         block = mx.concatenate([mx.array(anchor).reshape(1).astype(mx.uint32), drafts])
         if self._waiting.size > self._block_size:
             self.settle()
@@ -146,9 +133,9 @@ class Target:
         return Scores(logits[0, -block.size :], features[:, -block.size :])
 
     def commit(self, num_rows: int) -> None:
-        """Keep the first num_rows rows of the verified block, forget the rest.
+        """Keep the first num_rows rows of the verified block and forget the others.
 
-        May be called again, with fewer rows, until the next verify.
+        It may be called again, with fewer rows, until the next verify.
         """
         latest = self._pass
         assert 0 <= num_rows <= self._length - latest.first, (
@@ -156,24 +143,28 @@ class Target:
         )
         if latest.first + num_rows < self._length:
             self._length = latest.first + num_rows
-            self._go_back(latest)
+            self._keep(latest)
 
-    def _go_back(self, latest: "_Pass") -> None:
-        """Let the caches keep what self._length says of the latest pass, or wait for it to be put in front of the next."""
+    def _keep(self, latest: "_Pass") -> None:
+        """Keep the first `_length` tokens of the latest pass in the caches.
+
+        If some caches can neither be trimmed nor compute their state again, go back to before the pass, and let the
+        kept tokens wait for the next verify.
+        """
         before = latest.before
         kept = self._length - before.length
         if kept and (not before.recurrent or latest.is_whole and self._recurrences.rewind(before.recurrent, kept)):
             if self._quantization is not None and self._length < self._quantization.start:
-                before.put_back(self.caches)
-            rollback.cut(self.caches, self._length)
+                before.put_into(self.caches)
+            rollback.trim_to(self.caches, self._length)
             self._waiting = latest.tokens[:0]
         else:
-            before.restore(self.caches)
+            before.rewind(self.caches)
             self._waiting = latest.tokens[:kept]
         self._publish()
 
     def settle(self) -> None:
-        """Let the caches cover all committed tokens, also those that wait for the next verify, and evaluate them."""
+        """Run the tokens that wait for the next verify, so that the caches cover all; evaluate the caches."""
         if self._waiting.size:
             before = rollback.Checkpoint(self.caches, self._length - self._waiting.size)
             self._run(self._parts(self._waiting), before)
@@ -183,24 +174,24 @@ class Target:
             mx.eval([cache.state for cache in self.caches])
 
     def can_rewind(self, length: int) -> bool:
-        """Whether the caches can go back to covering the first `length` tokens only."""
+        """Whether the caches can rewind to the first `length` tokens."""
         if self._start is not None and length == self._start.length:
             return True
-        return rollback.can_drop_rows(self.caches, self._length - length)
+        return rollback.can_trim(self.caches, self._length - length)
 
     def rewind(self, length: int) -> None:
-        """Go back to covering the first `length` tokens only: into the latest block, or before the latest prefill."""
+        """Rewind to the first `length` tokens: into the latest block, or to where the latest prefill began."""
         if self._pass is not None and length >= self._pass.first:
             return self.commit(length - self._pass.first)
         if self._start is not None and length == self._start.length:
-            self._start.restore(self.caches)
+            self._start.rewind(self.caches)
         else:
-            rollback.cut(self.caches, length)
+            rollback.trim_to(self.caches, length)
         self._publish()
         self._length, self._pass, self._start = length, None, None
 
     def _parts(self, tokens: mx.array) -> list[mx.array]:
-        """Split the tokens (T,) of a verify where the rows kept so far become quantized: one-row steps would do so."""
+        """Split the tokens (T,) of a verify where the caches become quantized, as they would in one-row steps."""
         covered = self._length - self._waiting.size
         rows = tokens.size
         if self._quantization is not None:
@@ -208,25 +199,25 @@ class Target:
         return [part for part in (tokens[:rows], tokens[rows:]) if part.size]
 
     def _run(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
-        """Run the model over tokens, in parts. Returns logits (1, T, V) and context features (1, T, taps * D).
+        """Run the model over tokens, in parts; return logits (1, T, V) and context features (1, T, taps * D).
 
-        If it raises, the caches are as they were before all parts.
+        If the model raises, the caches are rewound to `before`.
         """
         outputs = []
         try:
             for part in parts:
-                recorded = self._recurrences.recorded(bool(before.recurrent))
-                with tapped(self.structure, self.target_layer_ids) as taps, recorded, shared_rotations():
+                recorders = [Replacement(*r) for r in self._recurrences.recorders(bool(before.recurrent))]
+                recorded, rotations = standing_in(recorders), shared_rotations()
+                with tapped(self.structure, self.target_layer_ids) as taps, recorded, rotations:
                     logits = self.model(part[None], cache=self.caches)
-                if not taps and self.structure.calls_layers:
-                    self.structure.calls_layers = False
-                    before.restore(self.caches)
+                if not taps and self.structure.tap_entrances():
+                    before.rewind(self.caches)
                     return self._run(parts, before)
                 outputs.append((logits, features_of(taps, self.target_layer_ids, part.size, self.model)))
                 if self._quantization is not None:
                     self._quantization.apply(self.caches)
         except BaseException:
-            before.restore(self.caches)
+            before.rewind(self.caches)
             raise
         finally:
             self._publish()
@@ -235,14 +226,14 @@ class Target:
         return tuple(mx.concatenate(pieces, axis=1) for pieces in zip(*outputs))
 
     def _run_by_kernels(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
-        """As _run, with kernels where they are chosen, and again without them if the result is not finite."""
+        """Run as _run does, by kernels where they are chosen; run again without them if the result is not finite."""
         started = time.perf_counter()
         if self._linears is None:
             self._linears = quantized_linears(self.model)
         with by_kernels(self._linears, self.kernels):
             result = self._run(parts, before)
         if self.kernels.distrusts(result[0], started):
-            before.restore(self.caches)
+            before.rewind(self.caches)
             result = self._run(parts, before)
         return result
 
@@ -253,8 +244,9 @@ class Target:
 
 @dataclass
 class _Pass:
-    """A verify. before: the caches before it. tokens: those it ran over. first: number of tokens before its block.
+    """The latest verify.
 
+    before: the caches before it. tokens: those that it ran over. first: number of tokens before its block.
     is_whole: whether it was one call of the model.
     """
 
@@ -262,36 +254,3 @@ class _Pass:
     tokens: mx.array
     first: int
     is_whole: bool
-
-
-def probe(model: nn.Module, target_layer_ids: Sequence[int], structure: Structure | None = None) -> int:
-    """Check on a few tokens that tapping changes no bit of the logits; return the width of one tap.
-
-    structure: the model's, if it is known; it learns whether the model calls its layers.
-    Raises ValueError if it does, on a GPU beyond rounding, if a tapped layer returns no hidden states, or if the model
-    computes several tokens at once otherwise than one after the other.
-    """
-    structure = structure or Structure(model)
-    tokens = mx.arange(_PROBE)[None] % structure.vocab_size
-    plain = model(tokens, cache=make_prompt_cache(model))
-    for structure.calls_layers in (True, False):
-        with tapped(structure, target_layer_ids) as outputs:
-            observed = model(tokens, cache=make_prompt_cache(model))
-        if outputs:
-            break
-    features = features_of(outputs, target_layer_ids, _PROBE, model)
-    is_same = mx.array_equal(plain, observed, equal_nan=True).item()
-    plain, observed = (mx.where(mx.isfinite(x), x, 0).astype(mx.float32) for x in (plain, observed))
-    spread = (plain.max() - plain.min()).item()
-    tolerance = 0 if mx.default_device() == mx.cpu else _GPU_TOLERANCE
-    if not is_same and mx.abs(plain - observed).max().item() >= tolerance * spread:
-        raise ValueError(f"tapping layers {list(target_layer_ids)} of {type(model).__module__} changes its logits")
-    caches = make_prompt_cache(model)
-    steps = mx.concatenate([model(tokens[:, i : i + 1], cache=caches) for i in range(_PROBE)], axis=1)
-    error = mx.abs(plain - mx.where(mx.isfinite(steps), steps, 0).astype(mx.float32)).max().item()
-    if error > _PROBE_TOLERANCE * spread:
-        raise ValueError(
-            f"{type(model).__module__} of mlx-lm gives other logits for {_PROBE} tokens at once than one by one (off by {error:.2g} "
-            f"of {spread:.2g}), so it cannot verify a block"
-        )
-    return features.shape[-1] // len(target_layer_ids)

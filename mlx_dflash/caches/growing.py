@@ -1,36 +1,32 @@
-"""Growing key/value caches whose last rows can be taken back.
+"""A growing key/value cache whose last rows can be trimmed.
 
-One idea in two classes: a buffer with spare rows behind its contents. New rows go into the spare rows in place,
-rows that turn out wrong are dropped by moving the end back, and a block that is only tried writes its rows behind
-the end and never counts. Targets and drafts use the same two classes.
-Knows nothing of models; speaks the cache protocol of mlx-lm, so mlx-lm's models and its save functions take them.
+The cache here and the one in windowed.py share one idea: a buffer with spare rows after its contents. New rows are
+written into the spare rows in place, rows that turn out wrong are trimmed by moving the end back, and the rows of a
+block that is only tried are written after the end and never counted. Targets and drafts use the same two classes.
+Knows nothing of models; speaks the cache protocol of mlx-lm, so mlx-lm's models and its save functions take it.
 
-Donation: an append is in place only while nobody else holds the buffer. So these classes keep the one reference,
-hand out views only for the attention that follows, and nobody passes a cache to mx.async_eval.
+Donation: an append is in place only while nobody else holds the buffer. So these classes keep the only reference,
+hand out views only for the attention that follows, and no cache may be passed to mx.async_eval.
 """
 
-import sys
-from dataclasses import dataclass
-from typing import Any
-
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache
 
 GRANULE = 64  # rows; capacities are multiples of it
 
 
-def _round_up(rows: int) -> int:
+def round_up(rows: int) -> int:
+    """Return the least capacity that holds this many rows."""
     return -(-rows // GRANULE) * GRANULE
 
 
-def _grown(buffer: mx.array | None, like: mx.array, kept: slice, capacity: int) -> mx.array:
+def grown(buffer: mx.array | None, like: mx.array, kept: slice, capacity: int) -> mx.array:
     """Return a (B, H, capacity, d) buffer whose first rows are buffer's kept rows; like: (B, H, L, d) new rows."""
     B, H, _, d = like.shape
-    grown = mx.zeros((B, H, capacity, d), like.dtype)
+    larger = mx.zeros((B, H, capacity, d), like.dtype)
     if buffer is not None and kept.stop > kept.start:
-        grown[..., : kept.stop - kept.start, :] = buffer[..., kept, :]
-    return grown
+        larger[..., : kept.stop - kept.start, :] = buffer[..., kept, :]
+    return larger
 
 
 class GrowingKVCache(KVCache):
@@ -69,12 +65,12 @@ class GrowingKVCache(KVCache):
         needed = self.offset + keys.shape[2]
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if needed > capacity:
-            rows = _round_up(max(needed, self._reserved, capacity + min(capacity // 4, 4096)))
+            rows = round_up(max(needed, self._reserved, capacity + min(capacity // 4, 4096)))
             held = slice(0, self.offset)
-            self.keys, self.values = _grown(self.keys, keys, held, rows), _grown(self.values, values, held, rows)
+            self.keys, self.values = grown(self.keys, keys, held, rows), grown(self.values, values, held, rows)
 
     def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write a block's rows behind the end without counting them.
+        """Write a block's rows after the end without counting them.
 
         keys, values: (B, H, L, d). Returns views of offset + L rows, for the attention of this block only.
         """
@@ -96,190 +92,5 @@ class GrowingKVCache(KVCache):
         return self.offset
 
     def max_trim(self) -> int:
-        """Number of last rows that can be taken back."""
+        """Return the number of last rows that can be trimmed."""
         return self.offset
-
-
-class WindowedKVCache(RotatingKVCache):
-    """The last rows only, in temporal order: a sliding window that can roll back.
-
-    keys, values: (B, H, capacity, d), of which rows [0, offset - start) count; row j holds position start + j. The
-    first `keep` positions stay for ever, in a buffer of their own once start > 0, and count against max_size.
-    A query at position p sees the kept positions and p - max_size + keep + 1 to p, as in mlx-lm's one-row steps; when
-    not is_stepwise it sees what mlx-lm lets a row of a prefill chunk see. Up to `slack` of the last rows can be
-    trimmed without losing what the rows before them see: mlx-lm's RotatingKVCache has overwritten those by then.
-    A subclass for the models that ask which cache is a rotating one; it shares no behaviour with its parent.
-    """
-
-    def __init__(self, max_size: int, slack: int = 64, keep: int = 0):
-        super().__init__(max_size, keep)
-        self.start = 0
-        self.slack = slack
-        self.is_stepwise = True
-        self._shown = 0  # first position that the latest update_and_fetch returned, but for the kept ones
-        self._first_keys = self._first_values = None
-
-    @classmethod
-    def adopt(cls, cache: RotatingKVCache, slack: int = 64) -> "WindowedKVCache":
-        """Return a cache that takes over the contents of mlx-lm's RotatingKVCache, put into temporal order."""
-        windowed = cls(cache.max_size, slack, cache.keep)
-        if cache.keys is not None:
-            keys, values = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
-            windowed.offset, windowed.start = cache.offset, cache.offset - keys.shape[2]
-            if windowed.start and cache.keep:
-                windowed._first_keys, windowed._first_values = keys[..., : cache.keep, :], values[..., : cache.keep, :]
-                keys, values = keys[..., cache.keep :, :], values[..., cache.keep :, :]
-                windowed.start += cache.keep
-            windowed.keys, windowed.values = keys, values
-        return windowed
-
-    @property
-    def state(self):
-        """As mlx-lm's RotatingKVCache stores it: keys, values, offset, keep, max_size, index of the next row."""
-        if self.keys is None:
-            return None, None, self.offset, self.keep, self.max_size, 0
-        first = max(self.start, self.offset - self.max_size + self.keep)
-        keys, values = self._seen(first if first > self.keep else 0, self.offset)
-        return keys, values, self.offset, self.keep, self.max_size, keys.shape[2]
-
-    @state.setter
-    def state(self, state):
-        keys, values, offset, keep, max_size, index = state
-        stock = RotatingKVCache(max_size, keep)
-        stock.keys, stock.values, stock.offset, stock._idx = keys, values, offset, index
-        self.__dict__.update(self.adopt(stock).__dict__)
-
-    def reserve(self, rows: int) -> None:
-        """Nothing to do: the size is bounded."""
-
-    def size(self) -> int:
-        return min(self.offset, self.max_size)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the buffers that count, from the first; the last max_size of them are seen."""
-        return self.offset - self.start
-
-    def first_position(self, rows: int) -> int:
-        """First position, but for the kept ones, that a block of this many rows, at the end, attends to."""
-        first = max(self.start, self.offset - self.max_size + self.keep + 1)
-        return first if first > self.keep else 0
-
-    def _make_room(self, keys: mx.array, values: mx.array) -> None:
-        rows, new = self.offset - self.start, keys.shape[2]
-        capacity = 0 if self.keys is None else self.keys.shape[2]
-        if rows + new <= capacity:
-            return
-        # Keep what can still be seen after the longest allowed roll-back.
-        first = max(self.start, self.offset - self.max_size - self.slack)
-        if self.keep and self.start == 0 and first > 0:
-            first = max(first, self.keep)
-            self._first_keys, self._first_values = (
-                mx.contiguous(x[..., : self.keep, :]) for x in (self.keys, self.values)
-            )
-        held = slice(first - self.start, rows)
-        spare = max(self.slack, min(self.max_size, self.offset) // 4)
-        capacity = _round_up(held.stop - held.start + new + spare)
-        grown = _grown(self.keys, keys, held, capacity), _grown(self.values, values, held, capacity)
-        self.keys, self.values, self.start = *grown, first
-
-    def _seen(self, first: int, end: int) -> tuple[mx.array, mx.array]:
-        """The kept rows, and those of positions first to end - 1."""
-        rows = slice(first - self.start, end - self.start)
-        keys, values = self.keys[..., rows, :], self.values[..., rows, :]
-        if self.keep == 0 or first == 0:
-            return keys, values
-        kept = slice(0, self.keep)
-        first_keys, first_values = (
-            (self.keys, self.values) if self.start == 0 else (self._first_keys, self._first_values)
-        )
-        return mx.concatenate([first_keys[..., kept, :], keys], 2), mx.concatenate(
-            [first_values[..., kept, :], values], 2
-        )
-
-    def write_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write a block's rows behind the end without counting them.
-
-        keys, values: (B, H, L, d). Returns the kept rows and those from first_position(L) on, for the attention of
-        this block.
-        """
-        self._make_room(keys, values)
-        end = self.offset + keys.shape[2]
-        rows = slice(self.offset - self.start, end - self.start)
-        self.keys[..., rows, :] = keys
-        self.values[..., rows, :] = values
-        return self._seen(self.first_position(keys.shape[2]), end)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append rows (B, H, L, d); return the rows that they attend to."""
-        self._shown = self.first_position(keys.shape[2])
-        fetched = self.write_block(keys, values)
-        self.offset += keys.shape[2]
-        return fetched
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the latest update_and_fetch returned, for layers that share the rows of another."""
-        return self._seen(self._shown, self.offset)
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
-        """Return the attention mask of the next N rows over what update_and_fetch will return for them."""
-        window = window_size or self.max_size
-        first = self.first_position(N)
-        before = self.offset if first == 0 else self.offset - first + self.keep
-        if self.is_stepwise or N == 1:
-            window = min(window, self.max_size)
-        if before + N <= window:
-            if N == 1:
-                return None
-            return create_causal_mask(N, before) if return_array else "causal"
-        mask = create_causal_mask(N, before, window_size=window - self.keep if self.is_stepwise or N == 1 else window)
-        if self.keep and (self.is_stepwise or N == 1):
-            columns = mx.arange(before + N)
-            mask = mask | ((columns < self.keep) & (columns <= mx.arange(before, before + N)[:, None]))
-        return mask
-
-    def is_trimmable(self) -> bool:
-        """Whether any number of rows can be taken back, which is what mlx-lm asks; see max_trim."""
-        return self.start == 0
-
-    def max_trim(self) -> int:
-        """Number of last rows that can be taken back without losing what the rest sees."""
-        return self.offset if self.start == 0 else self.offset - self.start - self.max_size + self.keep
-
-    def trim(self, n: int) -> int:
-        """Take back the last n rows, or as many as can be; return their number."""
-        n = min(n, self.max_trim())
-        self.offset -= n
-        return n
-
-
-@dataclass(frozen=True)
-class KVQuantization:
-    """When and how mlx-lm quantizes the rows that attention keeps, as its kv_bits, kv_group_size, quantized_kv_start.
-
-    A cache is quantized after the pass that brings it to `start` tokens or more; the rows of later passes as they come.
-    """
-
-    bits: int
-    group_size: int = 64
-    start: int = 5000
-
-    def check(self, caches: list[Any]) -> None:
-        """Raise ValueError if mlx-lm cannot quantize that way, or not one of the caches."""
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"kv_bits must be 2, 4 or 8, got {self.bits}")
-        if any(isinstance(cache, RotatingKVCache) for cache in caches):
-            raise ValueError(
-                f"kv_bits = {self.bits}: mlx-lm cannot quantize the KV cache of a sliding window; leave out kv_bits, and max_kv_size with it"
-            )
-
-    def rows_before(self, caches: list[Any], covered: int) -> int:
-        """Most rows of the next pass until the caches, which cover `covered` tokens, are due."""
-        waits = any(hasattr(cache, "to_quantized") for cache in caches)
-        return max(1, self.start - covered) if waits else sys.maxsize
-
-    def apply(self, caches: list[Any]) -> None:
-        """Replace, in place, the caches that are due."""
-        for i, cache in enumerate(caches):
-            if hasattr(cache, "to_quantized") and cache.offset >= self.start:
-                caches[i] = cache.to_quantized(group_size=self.group_size, bits=self.bits)

@@ -57,6 +57,6 @@ def refuse_in_use(caches: list[Any]) -> None:
         if lease is None or lease.end_left_over():
             continue
         raise ValueError(
-            "the prompt cache is in use by a generation that has not ended: take all its responses or close() it first, "
-            "in the thread that began it"
+            "the prompt cache is in use by a generation that has not ended: take all its responses or close() it "
+            "first, in the thread that began it"
         )

@@ -1,43 +1,57 @@
 """Prompt caches of a target and its draft: one list, the target's entries first, then the draft's context caches.
 
-The files are mlx-lm's: a saved cache of a target alone is read by mlx-lm, and mlx-lm's by us.
+The files are mlx-lm's: mlx-lm reads a saved cache of a target alone, and mlx-lm's own files are read here.
+Knows of a draft only that it can make its caches.
 """
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..draft.model import DraftModel
 from . import rollback
-from .growing import GrowingKVCache, WindowedKVCache
+from .growing import GrowingKVCache
 from .lease import refuse_in_use
+from .windowed import WindowedKVCache
 
 load_prompt_cache = mlx_lm_cache.load_prompt_cache
 _STOCK: dict[type, Any] = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}
 
 
-def make_prompt_cache(
-    model: nn.Module, draft_model: DraftModel | None = None, max_kv_size: int | None = None
-) -> list[Any]:
-    """Return empty caches for a target and, behind them, for its draft.
+@runtime_checkable
+class Draft(Protocol):
+    """What is asked of a draft here. Other models have no context to project."""
 
-    max_kv_size: as in mlx-lm, of the target's caches. Raises ValueError if it is not larger than the 4 rows kept for ever.
+    config: Any
+
+    def make_cache(self) -> list[Any]:
+        """Return its empty context caches."""
+
+    def project_context(self, features: Any, caches: list[Any]) -> None:
+        """Append the context KV of features to the caches."""
+
+
+def make_prompt_cache(model: nn.Module, draft_model: Draft | None = None, max_kv_size: int | None = None) -> list[Any]:
+    """Return empty caches for a target and, after them, for its draft.
+
+    max_kv_size: as in mlx-lm, of the target's caches. Raises ValueError if it is not larger than the 4 rows that stay
+    for ever, and TypeError for a draft_model that is no DFlash draft.
     """
     if max_kv_size is not None and max_kv_size <= 4:
         raise ValueError(f"max_kv_size must be more than the 4 first tokens, which stay for ever; got {max_kv_size}")
     caches = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
     if draft_model is None:
         return caches
-    if not isinstance(draft_model, DraftModel):
+    if not isinstance(draft_model, Draft):
         raise TypeError(f"draft_model must be a DFlash draft from load_draft, got {type(draft_model).__name__}")
     return [*caches, *draft_model.make_cache()]
 
 
-def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) -> list[Any]:
-    """Return the draft's entries. An empty cache of the target alone gets them, in place.
+def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: Draft) -> list[Any]:
+    """Return the draft's entries. If the cache is empty and the target's alone, they are added to it, in place.
 
-    Raises ValueError if the list has not one entry a layer, or if the draft's entries do not cover the same tokens.
+    Raises ValueError if the list does not have one entry for each layer, if the entries of the two cover different
+    numbers of tokens, or if a generation that has not ended uses the cache.
     """
     refuse_in_use(prompt_cache)
     num_target, num_draft = len(mlx_lm_cache.make_prompt_cache(model)), draft.config.num_layers
@@ -45,8 +59,9 @@ def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) 
         prompt_cache += draft.make_cache()
     if len(prompt_cache) != num_target + num_draft:
         raise ValueError(
-            f"prompt_cache has {len(prompt_cache)} entries; expected {num_target} of the target and {num_draft} of the draft. "
-            "A cache that was filled without the draft has no context for it: start with make_prompt_cache(model, draft_model)"
+            f"prompt_cache has {len(prompt_cache)} entries; expected {num_target} of the target and {num_draft} of the "
+            "draft. A cache that was filled without the draft has no context for it: start with "
+            "make_prompt_cache(model, draft_model)"
         )
     targets, contexts = prompt_cache[:num_target], prompt_cache[num_target:]
     rollback.adopt(contexts, slack=2 * draft.config.block_size)
@@ -63,28 +78,20 @@ def draft_entries(prompt_cache: list[Any], model: nn.Module, draft: DraftModel) 
 
 
 def covers(prompt_cache: list[Any], length: int) -> bool:
-    """Whether every entry that counts its tokens, and holds any, counts `length`."""
-    counts = {getattr(c, "offset", None) for c in _leaves(prompt_cache)}
+    """Whether all entries that count their tokens cover either none or exactly `length` of them."""
+    counts = {getattr(c, "offset", None) for c in rollback.leaves(prompt_cache)}
     return all(count in (0, length) for count in counts if isinstance(count, int))
 
 
-def take_back(prompt_cache: list[Any], rows: int) -> bool:
-    """Take the last rows back from every entry; return False, with nothing done, if one of them cannot give them."""
+def try_trim(prompt_cache: list[Any], rows: int) -> bool:
+    """Trim the last rows of every entry; return False, with nothing done, if one of the entries cannot lose them."""
     refuse_in_use(prompt_cache)
-    has_ours = any(hasattr(c, "max_trim") for c in _leaves(prompt_cache))
-    if not (
-        mlx_lm_cache.can_trim_prompt_cache(prompt_cache) or (has_ours and rollback.can_drop_rows(prompt_cache, rows))
-    ):
+    has_ours = any(hasattr(c, "max_trim") for c in rollback.leaves(prompt_cache))
+    if not (mlx_lm_cache.can_trim_prompt_cache(prompt_cache) or (has_ours and rollback.can_trim(prompt_cache, rows))):
         return False
     for cache in prompt_cache:
         cache.trim(rows)
     return True
-
-
-def _leaves(prompt_cache: list[Any]) -> list[Any]:
-    return [
-        leaf for c in prompt_cache for leaf in (_leaves(c.caches) if isinstance(c, mlx_lm_cache.CacheList) else [c])
-    ]
 
 
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
@@ -97,7 +104,7 @@ def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str]
 
 
 def _stock(cache: Any) -> Any:
-    """A cache of mlx-lm's own class with the same contents."""
+    """Return a cache of mlx-lm's own class with the same contents."""
     if isinstance(cache, mlx_lm_cache.CacheList):
         return mlx_lm_cache.CacheList(*map(_stock, cache.caches))
     return _STOCK[type(cache)].from_state(cache.state) if type(cache) in _STOCK else cache

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from ..api import GenerationResponse, stream_generate
-from ..caches.saved import covers, load_prompt_cache, make_prompt_cache, save_prompt_cache, take_back
+from ..caches.saved import covers, load_prompt_cache, make_prompt_cache, save_prompt_cache, try_trim
 from .settings import Settings
 
 CONVERSATION_KEY = "conversation"
@@ -263,7 +263,7 @@ class Conversation:
         num_same = next((i for i, (a, b) in enumerate(zip(covered, tokens)) if a != b), min(len(covered), len(tokens)))
         keep = min(num_same, len(tokens) - 1)
         notices = []
-        if len(covered) > keep and not take_back(self._caches, len(covered) - keep):
+        if len(covered) > keep and not try_trim(self._caches, len(covered) - keep):
             if keep:
                 notices.append(
                     f"the caches cannot go back by {len(covered) - keep} tokens: reading the conversation again"

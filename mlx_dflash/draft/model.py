@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ..caches.growing import GrowingKVCache, WindowedKVCache
+from ..caches.growing import GrowingKVCache
+from ..caches.windowed import WindowedKVCache
 from ..checkpoints.layouts import SLIDING
 from ..kernels import Kernels, Sight
 from .config import DraftConfig

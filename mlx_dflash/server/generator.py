@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.server import GenerationArguments, GenerationContext, Response, ResponseGenerator
 
 from ..api import stream_generate
-from ..caches.saved import covers, take_back
+from ..caches.saved import covers, try_trim
 from ..commands.flags import block_options
 from ..stats import Stats
 from .errors import ApiError, ClientGone
@@ -186,7 +186,7 @@ class Generator(ResponseGenerator):
         self._log_cache_stats()
         cache, rest = self.prompt_cache.fetch_nearest_cache(self.model_provider.model_key, prompt)
         num_cached = len(prompt) - len(rest)
-        if cache is not None and num_cached == len(prompt) and take_back(cache, 1):
+        if cache is not None and num_cached == len(prompt) and try_trim(cache, 1):
             num_cached -= 1
         # A window gives back only so many rows; what then differs from the rest is of no use.
         if cache is None or num_cached == len(prompt) or not covers(cache, num_cached):

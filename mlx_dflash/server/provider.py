@@ -8,8 +8,8 @@ from mlx_lm.server import ModelProvider
 from ..caches.saved import make_prompt_cache
 from ..commands.loading import load_pair
 from ..grammars import Grammars
+from ..models.structure import Structure
 from ..pair import Pair
-from ..target import Structure
 
 
 class Provider(ModelProvider):

@@ -41,7 +41,7 @@ def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
 @contextmanager
 def replaced(destination: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `destination` when the body ends without an error."""
-    restore_replaced(destination)
+    recover_replaced(destination)
     part = destination.with_name(f".{destination.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -55,7 +55,7 @@ def replaced(destination: Path) -> Iterator[Path]:
     shutil.rmtree(_old(destination), ignore_errors=True)
 
 
-def restore_replaced(destination: Path) -> None:
+def recover_replaced(destination: Path) -> None:
     """Bring the old folder back if the new one had not taken its place yet."""
     old = _old(destination)
     if old.exists() and not destination.exists():

@@ -134,7 +134,7 @@ class Fit:
         self.run = RunFolder(self.args.out, self.settings, is_writer=self.group.rank() == 0)
         found = self.run.load()
         if found is not None:
-            trainer.restore(found[0])
+            trainer.resume(found[0])
             self.step, self.best = found[1]["step"], found[1]["best"]
         total = trainer.shared(mx.array(self.step)).item()
         if total != self.step * self.group.size():

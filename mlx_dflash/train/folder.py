@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .files import open_alone, refuse_other, replaced, restore_replaced, save_arrays, write_whole
+from .files import open_alone, recover_replaced, refuse_other, replaced, save_arrays, write_whole
 
 
 class RunFolder:
@@ -56,7 +56,7 @@ class RunFolder:
         folder = self.path / "checkpoint"
         if self.is_writer:
             for place in (folder, *self._drafts):
-                restore_replaced(place)
+                recover_replaced(place)
         counters = json.loads((folder / "counters.json").read_text()) if folder.exists() else None
         if self.is_writer:
             kept = [line for line in self.log() if counters and line["step"] <= counters["step"]]

@@ -14,8 +14,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..models.structure import Structure, features_of, tapped
-from ..target import probe
+from ..models.probe import probe
+from ..models.structure import Structure
+from ..models.taps import features_of, tapped
 from .files import write_whole
 from .text.corpus import Sample
 

@@ -144,7 +144,7 @@ class Trainer:
         weights = {f"draft.{k}": v for k, v in tree_flatten(self.draft.trainable_parameters())}
         return weights | {f"optimizer.{k}": v for k, v in tree_flatten(self.optimizer.state)}
 
-    def restore(self, state: dict[str, mx.array]) -> None:
+    def resume(self, state: dict[str, mx.array]) -> None:
         """Go back to a state."""
 
         def part(name: str) -> Any:

@@ -9,7 +9,6 @@ from support.fixtures import draft_config, plain_tokens, tiny_target
 from support.harness import Watch, draft_run, forced_drafter, make_draft, small_pair, tokenizer
 
 import mlx_dflash
-from mlx_dflash.caches.growing import GrowingKVCache
 
 
 def settled_memory():
@@ -74,18 +73,6 @@ def test_a_long_run_keeps_only_its_caches():
     assert text == watch.text[:900]
     assert len(capacities) <= 15, f"the cache grew {len(capacities)} times"
     assert max(memory) - min(memory) < 200_000, f"memory beside the caches: {memory}"
-
-
-def test_a_run_of_n_tokens_copies_order_n_rows():
-    cache, copied, end = GrowingKVCache(), 0, 0
-    row = mx.zeros((1, 1, 1, 1))
-    capacity = 0
-    while end < 20_000:
-        cache._make_room(mx.zeros((1, 1, 100, 1)), mx.zeros((1, 1, 100, 1)))
-        cache.offset = end = end + 100
-        if cache.keys.shape[2] != capacity:
-            copied, capacity = copied + end - 100, cache.keys.shape[2]
-    assert row.size and copied <= 5 * end, f"{copied} rows were copied for {end}"
 
 
 def test_limits_and_the_default_stream_are_as_before_a_run(monkeypatch):

@@ -53,7 +53,6 @@ MANY_PARAMETERS = {
     "Drafter.__init__",
     "Target.__init__",
     "attend_metal",
-    "by_kernels.attend",
     "Kernels.attend_block",
 }
 
@@ -61,7 +60,7 @@ MANY_PARAMETERS = {
 CATCH_ALL = {"mlx_dflash/commands/errors.py"}
 
 # Words that the glossary replaces, as parts of identifiers.
-NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs"}
+NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs", "restore"}
 
 
 def name_of(path):

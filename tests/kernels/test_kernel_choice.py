@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support.metal_emulator import Emulator, why_unavailable
 
-from mlx_dflash.caches.growing import GrowingKVCache, WindowedKVCache
+from mlx_dflash.caches.growing import GrowingKVCache
+from mlx_dflash.caches.windowed import WindowedKVCache
 from mlx_dflash.kernels import Kernels, choice, trial
 from mlx_dflash.kernels.attention import Sight
 from mlx_dflash.kernels.matmul import Quantized, multiply_ops

@@ -25,7 +25,7 @@ from mlx_dflash.emission import emit
 from mlx_dflash.kernels import Kernels, Keys, Sight, choice, trial
 from mlx_dflash.kernels.record import Record
 from mlx_dflash.pair import Pair
-from mlx_dflash.target import Target, by_kernels, quantized_linears
+from mlx_dflash.target import Target
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 WIDE = dict(hidden_size=64, head_dim=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
@@ -169,18 +169,6 @@ def test_draft_attention_reads_the_buffers_of_its_caches(tmp_path):
     for emission in emit(session, mx.array(PROMPT)):
         assert all(any(keys is cache.keys for cache in session.drafter.caches) for keys in launches[-2:])
     assert launches
-
-
-def test_scope_leaves_the_model_and_mlx_as_they_were(tmp_path):
-    target, _ = pair(tmp_path, Kernels("off"))
-    before = {name: module for name, module in target.named_modules()}
-    stock = mx.fast.scaled_dot_product_attention
-    with pytest.raises(KeyError), by_kernels(quantized_linears(target), Kernels("force", run=Emulator())):
-        assert mx.fast.scaled_dot_product_attention is not stock
-        assert type(target.layers[0].mlp.up_proj) is not nn.QuantizedLinear
-        raise KeyError
-    assert mx.fast.scaled_dot_product_attention is stock
-    assert all(module is before[name] for name, module in target.named_modules())
 
 
 def test_pass_that_is_not_finite_is_repeated_by_the_twins(tmp_path):

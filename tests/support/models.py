@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_dflash.caches import rollback
+
 # Types that mlx-lm itself cannot run here.
 NOT_ON_CPU = {
     "bitnet": "its linear layers are a Metal kernel",
@@ -476,6 +478,13 @@ def build(model_type, seed=0, **changes):
 def way(model_type):
     """How a target of this type takes back refused tokens: "rows", "recurrence" or "replay"."""
     return "recurrence" if model_type in RECURRENCE else "replay" if model_type in REPLAY else "rows"
+
+
+def way_back(target):
+    """How refused tokens in fact left the caches of a Target that has rewound, in the words of `way`."""
+    if not rollback.Checkpoint(target.caches, 0).recurrent:
+        return "rows"
+    return "recurrence" if target._recurrences.works else "replay"
 
 
 MODEL_TYPES = tuple(sorted({*_OWN, *_EMBEDDED}, key=str.lower))

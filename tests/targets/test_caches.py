@@ -1,4 +1,4 @@
-"""The growing caches against a plain list of rows: what they hold, what they can take back, and that nothing is copied."""
+"""The growing caches against a plain list of rows: what they hold, what can be trimmed, and that nothing is copied."""
 
 import mlx.core as mx
 import numpy as np
@@ -8,7 +8,8 @@ from support.fixtures import draft_config, tiny_target
 from support.harness import Watch, make_draft
 
 import mlx_dflash
-from mlx_dflash.caches.growing import GrowingKVCache, WindowedKVCache
+from mlx_dflash.caches.growing import GrowingKVCache
+from mlx_dflash.caches.windowed import WindowedKVCache
 
 HEADS, SIZE = 2, 4
 
@@ -68,7 +69,7 @@ def test_a_windowed_cache_is_the_end_of_a_list(window, slack, seed):
 
 
 @pytest.mark.parametrize("window, slack", [(8, 6), (64, 16), (1, 3)])
-def test_a_window_can_always_take_back_its_slack(window, slack):
+def test_a_window_can_always_trim_its_slack(window, slack):
     """After any append, slack rows can go back, and the rows that the next one sees are all there."""
     cache, end, rng = WindowedKVCache(window, slack), 0, np.random.RandomState(0)
     for _ in range(120):
@@ -182,6 +183,16 @@ def test_an_append_copies_nothing_and_growth_is_rare(cache):
     # Growing: by a quarter at each step. Windowed: whenever the slack, at least 40 // 4 rows, is used up.
     most = 14 if isinstance(cache, GrowingKVCache) else 1200 // 10
     assert moved <= most, f"the buffers moved {moved} times in 400 appends; at most {most} were expected"
+
+
+def test_a_run_of_n_tokens_copies_order_n_rows():
+    cache, copied, capacity = GrowingKVCache(), 0, 0
+    rows = mx.zeros((1, 1, 100, 1))
+    for before in range(0, 20_000, 100):
+        cache.update_and_fetch(rows, rows)
+        if cache.keys.shape[2] != capacity:
+            copied, capacity = copied + before, cache.keys.shape[2]
+    assert copied <= 5 * 20_000, f"{copied} rows were copied for 20000"
 
 
 def test_rounds_copy_no_cache():

@@ -1,5 +1,6 @@
-"""What we lean on in mlx and mlx-lm: one test a fact. If one fails after an update, this names what must be looked at."""
+"""What we lean on in mlx and mlx-lm, one test a fact: a failure after an update names what must be looked at."""
 
+import copy
 import inspect
 import sys
 
@@ -187,7 +188,7 @@ def test_the_modules_name_is_shadowed_by_the_function():
     assert callable(mlx_lm.generate) and sys.modules["mlx_lm.generate"].stream_generate is mlx_lm.stream_generate
 
 
-# Models: target.py
+# Models: models/, target.py
 
 
 @pytest.mark.parametrize("family", TARGET_FAMILIES)
@@ -228,11 +229,38 @@ def test_embeddings_can_be_a_head():
     assert tiny_target(tie_word_embeddings=True).get("lm_head") is None
 
 
-# Caches: cache.py, rollback.py, prompt_cache.py
+def test_models_call_mlxs_fast_functions_through_their_module_and_with_keywords(monkeypatch):
+    """Stand-ins for these functions take the entries of mx.fast, and the arguments under these names."""
+    calls = {}
+
+    def observe(name, original):
+        def call(*args, **options):
+            calls.setdefault(name, (len(args), set(options)))
+            return original(*args, **options)
+
+        monkeypatch.setitem(vars(mx.fast), name, call)
+
+    for name in ("rope", "scaled_dot_product_attention"):
+        observe(name, getattr(mx.fast, name))
+    model = tiny_target()
+    model(mx.array([[1, 2]]), cache=make_prompt_cache(model))
+    assert calls["rope"] == (2, {"traditional", "base", "scale", "offset"})
+    assert calls["scaled_dot_product_attention"] == (3, {"scale", "mask", "sinks"})
+
+
+def test_a_quantized_linear_layers_fields():
+    linear = nn.QuantizedLinear.from_linear(nn.Linear(64, 8), group_size=32, bits=4)
+    assert (linear.group_size, linear.bits, linear.mode) == (32, 4, "affine")
+    assert set(linear) == {"weight", "scales", "biases", "bias"}
+
+
+# Caches: caches/
 
 
 def test_make_prompt_cache_gives_the_stock_classes():
     assert {type(c) for c in make_prompt_cache(tiny_target())} == {KVCache}
+    bounded = make_prompt_cache(tiny_target(), 12)
+    assert {(type(c), c.max_size, c.keep) for c in bounded} == {(RotatingKVCache, 12, 4)}
     assert [type(c) for c in make_prompt_cache(tiny_target("llama_sliding"))] == [RotatingKVCache, KVCache] * 2
 
 
@@ -273,7 +301,7 @@ def test_mlx_lm_loads_caches_by_their_class_names(tmp_path):
     assert "globals()" in inspect.getsource(caches.load_prompt_cache)
 
 
-# mlx: model.py, cache.py
+# mlx: draft/, caches/growing.py
 
 
 def test_causal_attention_with_fewer_queries_is_aligned_to_the_end():
@@ -347,7 +375,7 @@ def test_plain_greedy_text_does_not_depend_on_the_prefills_chunks():
     assert plain_tokens(model, [5] * 9, 8, prefill_step_size=2) == plain_tokens(model, [5] * 9, 8)
 
 
-# Recurrent layers: rollback.py
+# Recurrent layers: caches/recurrences.py, caches/rollback.py
 
 
 def test_recurrences_take_and_return_what_is_recorded():
@@ -368,17 +396,39 @@ def test_short_convolutions_see_the_state_in_front_of_the_tokens(model_type):
     target = Target(model, [0], block_size=4)
     target.verify(1, mx.array([2, 3, 4], mx.uint32))
     target.commit(2)
-    assert target.way_back == "recurrence"
+    assert models.way_back(target) == "recurrence"
+
+
+def test_a_copied_array_is_safe_from_writes_in_place():
+    array = mx.zeros(3)
+    kept = copy.copy(array)
+    array[1] = 5
+    assert kept.tolist() == [0, 0, 0] and array.tolist() == [0, 5, 0]
+
+
+def test_a_short_convolutions_weight_gives_its_width():
+    assert nn.Conv1d(4, 4, kernel_size=3, groups=4).weight.shape[1] == 3
+
+
+def test_caches_say_whether_they_can_be_trimmed():
+    assert caches.can_trim_prompt_cache([KVCache()]) and not caches.can_trim_prompt_cache([KVCache(), ArraysCache(1)])
+    assert [hasattr(c, "to_quantized") for c in (KVCache(), ArraysCache(1), QuantizedKVCache())] == [True, False, False]
+    quantized = KVCache().to_quantized(group_size=32, bits=4)
+    rows = mx.ones((1, 2, 3, 32))
+    quantized.update_and_fetch(rows, rows)
+    assert quantized.offset == 3 and quantized.trim(1) == 1 and quantized.offset == 2
 
 
 def test_fields_of_caches_that_are_rolled_back():
     cache = ArraysCache(2)
     assert cache.cache == [None, None] and cache.lengths is None and cache.left_padding is None
+    cache[1] = ROWS
+    assert cache.cache[1] is ROWS and set(vars(cache)) >= {"cache", "lengths", "left_padding"}
     assert isinstance(CacheList(KVCache()).caches, tuple)
     chunked, joined = ChunkedKVCache(4), ConcatenateKVCache()
     for cache in (chunked, joined):
         cache.update_and_fetch(ROWS, ROWS)
     assert chunked.start_position == 0 and chunked.trim(1) == 1 and chunked.offset == ROWS.shape[2] - 1
     joined.trim(1)
-    assert joined.keys.shape == ROWS.shape, "its trim cuts the arrays now; rollback.cut need not"
+    assert joined.keys.shape == ROWS.shape, "its trim cuts the arrays now; rollback.trim_to need not"
     assert isinstance(KVCache().to_quantized(group_size=32, bits=4), QuantizedKVCache)

@@ -1,13 +1,12 @@
-"""Rotations that the layers of a pass share are MLX's own, bit for bit, and nothing of them stays behind."""
+"""Rotations that the layers of a pass share are MLX's own, bit for bit."""
 
-import threading
 from itertools import product
 
 import mlx.core as mx
 import pytest
 from support.fixtures import tiny_target
 
-from mlx_dflash.models.structure import shared_rotations
+from mlx_dflash.models.rotations import shared_rotations
 from mlx_dflash.target import Target
 
 STOCK = mx.fast.rope
@@ -61,34 +60,6 @@ def test_rotations_of_other_kinds_are_left_to_mlx(other):
     expected = rotate(x, **other)
     with shared_rotations():
         assert mx.array_equal(rotate(x, **other), expected).item()
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_rotations_are_mlx_own_when_the_scope_ends(failing):
-    try:
-        with shared_rotations():
-            if failing:
-                raise RuntimeError
-    except RuntimeError:
-        pass
-    assert mx.fast.rope is STOCK
-
-
-def test_another_thread_gets_mlx_own(monkeypatch):
-    calls = []
-
-    def stock(*args, **kwargs):
-        calls.append(threading.get_ident())
-        return STOCK(*args, **kwargs)
-
-    monkeypatch.setattr(mx.fast, "rope", stock)
-    with shared_rotations():
-        rotate(mx.zeros((1, 1, 2, 8)))
-        assert not calls
-        thread = threading.Thread(target=lambda: rotate(mx.zeros((1, 1, 2, 8))))
-        thread.start()
-        thread.join()
-    assert calls == [thread.ident]
 
 
 def test_a_verify_computes_the_angles_once(monkeypatch):
