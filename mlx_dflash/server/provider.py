@@ -8,6 +8,7 @@ from mlx_lm.server import ModelProvider
 from ..caches.saved import make_prompt_cache
 from ..commands.loading import load_pair
 from ..grammars import Grammars
+from ..models.context_length import context_length
 from ..models.structure import Structure
 from ..pair import Pair
 
@@ -48,9 +49,9 @@ class Provider(ModelProvider):
     @property
     def most_drafts(self) -> int:
         """Drafts of a round, at most."""
-        return self.draft_model.config.block_size - 1 if self.draft_model is not None else 0
+        return self.draft_model.config.num_drafts if self.draft_model is not None else 0
 
     @property
     def context_length(self) -> int | None:
         """Most tokens of prompt and text, None if the model does not say."""
-        return getattr(getattr(self.model, "args", None), "max_position_embeddings", None)
+        return context_length(self.model)

@@ -16,7 +16,10 @@ from support.fixtures import (
 )
 
 EOS_ID = 257
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 # Drops the reasoning of earlier answers, as many published templates do.
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] }}<eos>{% endfor %}"
@@ -38,13 +41,13 @@ def chat_target(family="qwen3", seed=0, **changes):
 
 
 def chat_draft(folder, target, **changes):
-    """Save a draft of the target that proposes "6", which these targets say often; its context is computed all the same."""
+    """Save a draft that proposes "6", which these targets say often; it computes its context like any other draft."""
     config = draft_config(**{**SIZES, "dflash": {"mask_token_id": SIZES["vocab_size"] - 1}, **changes})
     weights = draft_weights(config)
     for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = np.zeros_like(weights[name])
-    # The last hidden state of a masked slot is then its embedding, normed; the norm turns it into the head's row of "6".
+    # These zeros leave the mask's embedding as the last hidden state, and the final norm turns it into the row of "6".
     mask = np.array(target.model.embed_tokens.weight[-1]).astype(np.float64)
     row = np.array(head_of(target).weight[ord("6")]).astype(np.float64)
     weights["norm.weight"] = (row / (mask / np.sqrt(np.mean(mask**2) + 1e-6))).astype(np.float32)
@@ -55,13 +58,18 @@ def head_of(target):
     return target.lm_head if hasattr(target, "lm_head") else target.model.embed_tokens
 
 
-def save_pair(folder, template=TEMPLATE, more_tokens=()):
-    """Write the pair as two folders; returns their paths, target first. more_tokens: special tokens for the template."""
+def save_pair(folder, template=TEMPLATE, more_tokens=(), **draft_changes):
+    """Write the pair as two folders; returns their paths, target first.
+
+    more_tokens: special tokens for the template. draft_changes: keys of the draft's config.
+    """
     model, config = chat_target()
     tokenizer = byte_tokenizer(chat_template=template)
     tokenizer._tokenizer.add_tokens(list(more_tokens), special_tokens=True)
     config = {**config, "eos_token_id": EOS_ID}
-    return save_target(folder / "target", model, config, tokenizer), chat_draft(folder / "draft", model)
+    return save_target(folder / "target", model, config, tokenizer), chat_draft(
+        folder / "draft", model, **draft_changes
+    )
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,13 @@ from mlx_dflash.server.__main__ import make_parser, make_server
 
 @contextmanager
 def our_server(pair, *flags):
-    """Yields (client, generator). The block is the draft's own: measured ones would differ from run to run."""
+    """Yields (client, generator) for a pair of paths; "none" for the draft serves the target alone.
+
+    The block size is fixed: a measured one would differ from run to run.
+    """
+    block = [] if str(pair[1]) == "none" else ["--block-size", "6"]
     args = make_parser().parse_args(
-        ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", "--block-size", "6", *flags]
+        ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", *block, *flags]
     )
     httpd, generator = make_server(args)
     with _served(httpd, generator):
