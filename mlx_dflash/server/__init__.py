@@ -1,5 +1,6 @@
-"""`python -m mlx_dflash.server`: the OpenAI API over a target and its draft, with mlx-lm's server underneath.
+"""`python -m mlx_dflash.server`: the OpenAI API over a target and its draft.
 
-requests.py reads request bodies; provider.py holds the pair; generator.py makes the tokens, one request at a time;
-answers.py writes response bodies; handler.py speaks HTTP; metrics.py counts.
+The way of a request: handler.py speaks HTTP, requests.py reads the body, worker.py queues it for the one thread that
+generates, generator.py makes the tokens with the pair of provider.py, and answers.py writes the response body.
+errors.py has the errors that a client sees, and metrics.py counts.
 """

@@ -1,38 +1,37 @@
-"""Response bodies out: an answer's text, reasoning, tool calls, log-probabilities and usage, whole or in chunks.
+"""Writes response bodies: text, reasoning, tool calls, log-probabilities and usage of an answer, whole or in chunks.
 
-Knows the OpenAI API's shapes and mlx-lm's state machine of text; knows nothing of HTTP or generation.
+Knows the shapes of the OpenAI API; knows nothing of HTTP or of how tokens are made.
 """
 
 import time
 import uuid
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import GenerationArguments, Response, ToolCallFormatter
+from mlx_lm.server import ToolCallFormatter
 
+from ..commands.answers import AnswerParts
+from .generator import Start, Token
+from .provider import Provider
 from .requests import Request
 
 
 class Answer:
-    """One answer as it grows. take adds a token; chunk gives what is new since the last; whole gives all of it."""
+    """One answer as it grows. take adds a token; chunk returns what is new since the last chunk; whole returns all."""
 
-    def __init__(self, request: Request, args: GenerationArguments, context: Any, provider: Any, fingerprint: str):
-        self._request, self._args, self._context, self._provider = request, args, context, provider
-        self._is_chat = request.request_type == "chat"
+    def __init__(self, request: Request, start: Start, provider: Provider, fingerprint: str):
+        self._request, self._start, self._tokenizer = request, start, provider.tokenizer
+        chat_object = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4()}",
+            "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4()}",
             "system_fingerprint": fingerprint,
-            "object": ("chat.completion.chunk" if request.stream else "chat.completion")
-            if self._is_chat
-            else "text_completion",
+            "object": chat_object if request.is_chat else "text_completion",
             "model": provider.name,
             "created": int(time.time()),
         }
-        self._format_tools = ToolCallFormatter(context.tool_parser, request.tools, request.stream)
-        self._state = context.text_sm.make_state(context.initial_state)
-        self._kind = context.initial_state
+        self._format_tools = ToolCallFormatter(provider.tokenizer.tool_parser, request.tools, request.stream)
+        self._parts, self._kind = AnswerParts(provider.tokenizer, start.kind), start.kind
         self._num_tokens, self._num_characters, self._made_call = 0, 0, False
-        self._finish_reason = None
+        self._stats = self._finish_reason = None
         self._call = ""
         self._clear()
 
@@ -41,15 +40,12 @@ class Answer:
         self._calls: list[str] = []
         self._logprobs: list[dict] = []
 
-    def take(self, response: Response) -> None:
-        """Add one token's text."""
+    def take(self, token: Token) -> None:
+        """Add one token and its text."""
         self._num_tokens += 1
-        self._state, segments = TextStateMachine.split(self._state, response.text)
-        if response.finish_reason is not None:
-            self._state, rest, kind = TextStateMachine.flush(self._state)
-            segments.append((kind, rest))
-            self._finish_reason = response.finish_reason
-        for kind, text in segments:
+        self._stats, self._finish_reason = token.stats, token.finish_reason
+        is_last = token.finish_reason is not None
+        for kind, text in self._parts.take(token.text, is_last):
             if self._kind == "tool" and kind != "tool":
                 self._end_call()
             if kind == "reasoning":
@@ -59,10 +55,10 @@ class Answer:
             else:
                 self._text += text
             self._kind = kind
-        if response.finish_reason is not None:
+        if is_last:
             self._end_call()
-        if self._args.logprobs:
-            self._logprobs.append(self._logprob(response))
+        if self._request.logprobs:
+            self._logprobs.append(self._logprob(token))
 
     def _end_call(self) -> None:
         if self._call:
@@ -71,10 +67,11 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
+        """Whether a chunk would have any text or tool call."""
         return bool(self._text or self._reasoning or self._calls)
 
     def chunk(self, is_last: bool = False) -> dict:
-        """What is new, as a chunk of a stream."""
+        """Return what is new, as a chunk of a stream."""
         choice = self._choice(self._finish() if is_last else None, "delta")
         body = {**self._head, "choices": [choice]}
         if self._request.include_usage:
@@ -83,10 +80,11 @@ class Answer:
         return body
 
     def usage_chunk(self) -> dict:
+        """Return the chunk without text that ends a stream whose client asked for the usage."""
         return {**self._head, "choices": [], "usage": self.usage()}
 
     def whole(self) -> dict:
-        """The answer in one body."""
+        """Return the answer in one body."""
         return {**self._head, "choices": [self._choice(self._finish(), "message")], "usage": self.usage()}
 
     def _finish(self) -> str:
@@ -95,7 +93,7 @@ class Answer:
 
     def _choice(self, finish_reason: str | None, key: str) -> dict:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
-        if not self._is_chat:
+        if not self._request.is_chat:
             choice["text"] = self._text
         else:
             message: dict[str, Any] = {"role": "assistant"}
@@ -108,20 +106,20 @@ class Answer:
             if self._calls:
                 message["tool_calls"] = self._format_tools(self._calls)
             choice[key] = message
-        if self._args.logprobs:
-            choice["logprobs"] = {"content": self._logprobs} if self._is_chat else self._completion_logprobs()
+        if self._request.logprobs:
+            choice["logprobs"] = {"content": self._logprobs} if self._request.is_chat else self._completion_logprobs()
         return choice
 
     def usage(self) -> dict:
-        """Token counts; drafts that the target kept and refused in OpenAI's names, and what they were worth."""
-        num_prompt = len(self._context.prompt)
+        """Return the counts of tokens and rounds; OpenAI has names for the drafts that were kept and refused."""
+        num_prompt = self._start.num_prompt
         usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._context.prompt_cache_count},
+            "prompt_tokens_details": {"cached_tokens": self._start.num_cached},
         }
-        stats = self._context.stats
+        stats = self._stats
         if stats is not None:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": stats.num_accepted,
@@ -133,12 +131,12 @@ class Answer:
 
     # Log-probabilities.
 
-    def _logprob(self, response: Response) -> dict:
-        top = [self._token(id, logprob) for id, logprob in response.top_tokens]
-        return {**self._token(response.token, response.logprob), "top_logprobs": top}
+    def _logprob(self, token: Token) -> dict:
+        top = [self._token(id, logprob) for id, logprob in token.top]
+        return {**self._token(token.id, token.logprob), "top_logprobs": top}
 
     def _token(self, id: int, logprob: float) -> dict:
-        text = self._provider.tokenizer.decode([id])
+        text = self._tokenizer.decode([id])
         # Part of a character has no text of its own.
         return {
             "id": id,
@@ -148,7 +146,7 @@ class Answer:
         }
 
     def _completion_logprobs(self) -> dict:
-        """The older shape, of /v1/completions."""
+        """Return the log-probabilities in the older shape, that of /v1/completions."""
         offsets = []
         for entry in self._logprobs:
             offsets.append(self._num_characters)

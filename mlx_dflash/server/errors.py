@@ -2,13 +2,14 @@
 
 
 class ApiError(Exception):
-    """status: of HTTP. param: the request's field that is wrong. code: for programs."""
+    """An error for the client. status: of HTTP. param: the request's field that is wrong. code: for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict:
+        """Return the response body."""
         kinds = {
             401: "authentication_error",
             404: "not_found_error",

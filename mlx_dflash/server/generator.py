@@ -1,262 +1,208 @@
-"""Makes the tokens of one request after the other, in mlx-lm's generation thread, with the prompt cache around them."""
+"""Makes the tokens of one request, with the prompt cache before and after it.
 
+Knows tokens, chat templates and caches; knows nothing of threads or HTTP: it tells a job what happens, in this order:
+Start, numbers of prompt tokens (done, total), a Token for each token, None.
+"""
+
+import argparse
+import gc
 import logging
-import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
-from queue import Queue
 from typing import Any
 
 import mlx.core as mx
 from jinja2 import TemplateError
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from mlx_lm.server import GenerationArguments, GenerationContext, Response, ResponseGenerator
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.server import convert_chat, process_message_content
 
 from ..api import stream_generate
 from ..caches.saved import covers, try_trim
 from ..commands.flags import block_options
+from ..commands.sampling import sampler
 from ..stats import Stats
 from .errors import ApiError, ClientGone
 from .metrics import Metrics
 from .provider import Provider
 from .requests import Request, make_processor
+from .worker import Job
 
 
-@dataclass
-class Context(GenerationContext):
-    """mlx-lm's context of an answer, with the statistics of its rounds so far."""
+@dataclass(frozen=True)
+class Start:
+    """The beginning of an answer. num_prompt, num_cached: tokens. kind: what comes first, "normal" or "reasoning"."""
 
-    stats: Stats | None = None
+    num_prompt: int
+    num_cached: int
+    kind: str
 
 
-class Generator(ResponseGenerator):
-    """mlx-lm's queue and thread, our tokens. max_queue: most requests that wait, besides the one that is answered.
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer, and the text that it completes.
 
-    loaded: done when the pair is loaded, with the error if it could not be.
+    logprob, top: its log-probability and the likeliest tokens as (id, log-probability), if they were asked for.
+    stats: of the rounds so far, None without a draft.
     """
 
-    def __init__(self, provider: Provider, prompt_cache: LRUPromptCache, metrics: Metrics, max_queue: int):
-        self.metrics, self.max_queue, self.loaded = metrics, max_queue, Future()
-        self._admitted: set[Request] = set()
-        self._lock = threading.Lock()
-        super().__init__(provider, prompt_cache)
+    id: int
+    text: str
+    finish_reason: str | None
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    stats: Stats | None
 
-    def _run_generate(self) -> None:
-        try:
-            # Loaded here: arrays belong to the streams of the thread that made them.
-            self.model_provider.load_default()
-            self.loaded.set_result(None)
-            super()._run_generate()
-        except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
-            self._generation_failed = True
-            self.loaded.set_exception(error)
-        finally:
-            # Without this, the process aborts at its end: the thread is gone, its streams' threads are not.
-            mx.synchronize()
-            mx.clear_streams()
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait or are being answered, those of clients that left not counted."""
-        with self._lock:
-            return sum(not request.is_gone() for request in self._admitted)
+class Generator:
+    """Answers one job after the other; load, answer and unload belong into one thread."""
 
-    def generate(self, request: Request, generation_args: GenerationArguments, progress_callback: Any = None):
-        """As mlx-lm's. Raises ApiError when too many wait."""
-        if self.num_waiting > self.max_queue:
-            raise ApiError(429, f"{self.max_queue} requests are waiting already; try again later", code="queue_full")
-        with self._lock:
-            self._admitted.add(request)
-        try:
-            return super().generate(request, generation_args, progress_callback)
-        finally:
-            if not self.generation_available():
-                raise ApiError(503, "the server cannot generate any more; see its log", code="unavailable")
+    def __init__(self, flags: argparse.Namespace, metrics: Metrics):
+        self.provider, self._metrics, self._flags = Provider(flags), metrics, flags
+        self._block = block_options(flags)
+        self.prompt_cache = LRUPromptCache(flags.prompt_cache_size, flags.prompt_cache_bytes)
 
-    def _is_batchable(self, args: GenerationArguments) -> bool:
-        return False
+    def load(self) -> None:
+        """Load the pair. Raises what Provider.load raises."""
+        self.provider.load()
 
-    def _serve_single(self, request: tuple[Queue, Request, GenerationArguments], stream: Any) -> None:
-        queue, request, args = request
-        try:
-            with _Failures(queue, self.metrics):
-                if request.is_gone():
-                    raise ClientGone
-                self._answer(queue, request, args, stream)
-        finally:
-            with self._lock:
-                self._admitted.discard(request)
+    def unload(self) -> None:
+        """Release everything that holds arrays."""
+        self.provider.unload()
+        self.prompt_cache.trim_to(n_sequences=0)
+        gc.collect()
+        # Without this, the process aborts at its end: the thread is gone, and the threads of its streams are not.
+        mx.synchronize()
+        mx.clear_streams()
 
-    def _answer(self, queue: Queue, request: Request, args: GenerationArguments, stream: Any) -> None:
-        provider, tokenizer = self.model_provider, self.model_provider.tokenizer
-        prompt, state = self._prompt(request, args)
-        max_tokens = self._tokens_left(len(prompt), request, args)
-        _, text_sm = self._make_state_machine(provider.model_key, tokenizer, [])
+    def answer(self, job: Job) -> None:
+        """Generate the answer to a job and tell it the events. Raises ApiError, or ClientGone if nobody waits."""
+        if job.is_gone:
+            raise ClientGone
+        request = job.request
+        prompt, kind = self._prompt(request)
+        max_tokens = self._tokens_left(len(prompt), request)
         cache, num_cached = self._cached(prompt)
-        context = Context(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm,
-            initial_state=state,
-            prompt=prompt,
-            prompt_cache_count=num_cached,
-        )
-
-        def is_over() -> bool:
-            return context._should_stop or request.is_gone()
 
         def progress(done: int, total: int) -> None:
-            if is_over():
+            if job.is_gone:
                 raise ClientGone
-            queue.put((done, total))
+            job.tell((done, total))
 
-        if args.seed is not None:
-            mx.random.seed(args.seed)
+        if request.seed is not None:
+            mx.random.seed(request.seed)
         responses = stream_generate(
-            provider.model,
-            tokenizer,
+            self.provider.model,
+            self.provider.tokenizer,
             prompt[num_cached:],
             max_tokens,
-            provider.draft_model,
-            stream,
-            stop_strings=args.stop_words,
-            sampler=_sampler(args, tokenizer),
-            logits_processors=self._processors(request, args, state, prompt[:num_cached]),
+            self.provider.draft,
+            stop_strings=request.stop,
+            sampler=sampler(self.provider.tokenizer, **request.sampling),
+            logits_processors=self._processors(request, kind, prompt[:num_cached]),
             prompt_cache=cache,
             prompt_progress_callback=progress,
-            prefill_step_size=self.cli_args.prefill_step_size,
-            **self._block(args),
+            prefill_step_size=self._flags.prefill_step_size,
+            **self._block_of(request),
         )
-        queue.put(context)
-        tokens, started = [], time.perf_counter()
+        start = Start(len(prompt), num_cached, kind)
+        job.tell(start)
+        self.prompt_cache.insert_cache(self.provider.name, prompt + self._tell(job, start, responses), cache)
+
+    def _tell(self, job: Job, start: Start, responses: Iterator[Any]) -> list[int]:
+        """Tell the job its tokens until the last one, or until nobody waits for more. Returns them."""
+        tokens, token, started = [], None, time.perf_counter()
         try:
             for response in responses:
                 if not tokens:
                     started = time.perf_counter()
                 tokens.append(response.token)
-                context.stats = response.stats if provider.draft_model is not None else None
-                queue.put(_response(response, args))
-                if is_over():
+                token = _token(response, job.request)
+                job.tell(token)
+                if job.is_gone:
                     break
-            # Not behind the closing, which puts the caches in order first.
-            queue.put(None)
+            # The client need not wait until closing has put the caches in order.
+            job.tell(None)
         finally:
-            self.metrics.count_answer(
-                len(prompt), num_cached, len(tokens), context.stats, time.perf_counter() - started
-            )
+            seconds, stats = time.perf_counter() - started, token and token.stats
+            self._metrics.count_answer(start.num_prompt, start.num_cached, len(tokens), stats, seconds)
             responses.close()
-        self.prompt_cache.insert_cache(provider.model_key, prompt + tokens, cache)
-        if is_over() and response.finish_reason is None:
-            self.metrics.add("clients_gone_total")
+        if token is not None and token.finish_reason is None:
+            self._metrics.add("clients_gone_total")
+        return tokens
 
-    def _block(self, args: GenerationArguments) -> dict[str, Any]:
-        """The block of the request, or else of the flags."""
-        if self.model_provider.draft_model is not None and args.num_draft_tokens is not None:
-            return {"num_draft_tokens": args.num_draft_tokens}
-        return block_options(self.cli_args)
+    def _block_of(self, request: Request) -> dict[str, Any]:
+        """The block size that the request asks for, or else the flags."""
+        if self.provider.draft is None or request.num_draft_tokens is None:
+            return self._block
+        return {"num_draft_tokens": request.num_draft_tokens}
 
-    def _prompt(self, request: Request, args: GenerationArguments) -> tuple[list[int], str]:
-        """The prompt's ids, and the state in which the answer begins: "normal" or "reasoning"."""
+    def _prompt(self, request: Request) -> tuple[list[int], str]:
+        """Return the prompt's ids, and the kind of text that the answer begins with: "normal" or "reasoning"."""
+        tokenizer = self.provider.tokenizer
         try:
-            prompt, _, _, state, _ = self._tokenize(self.model_provider.tokenizer, request, args)
+            if not request.is_chat:
+                return list(tokenizer.encode(request.prompt)), "normal"
+            if not tokenizer.has_chat_template:
+                return list(tokenizer.encode(convert_chat(request.messages, request.role_mapping))), "normal"
+            process_message_content(request.messages)
+            # As in mlx-lm's server, an answer begins after a last message of the assistant's, too.
+            options = dict(
+                tools=request.tools, tokenize=True, **self._flags.chat_template_args | request.template_options
+            )
+            prompt = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ApiError(400, f"the chat template cannot render these messages: {error}", "messages") from error
-        return list(prompt), state
+        reasons = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+        return list(prompt), tokenizer.response_initial_state or ("reasoning" if reasons else "normal")
 
-    def _tokens_left(self, prompt_length: int, request: Request, args: GenerationArguments) -> int:
-        """Tokens to generate: what was asked for, and what the model's context leaves room for."""
-        field = "messages" if request.request_type == "chat" else "prompt"
-        limit = self.model_provider.context_length
+    def _tokens_left(self, prompt_length: int, request: Request) -> int:
+        """Return the tokens to generate: what was asked for, and what the model's context leaves room for."""
+        field, limit = "messages" if request.is_chat else "prompt", self.provider.context_length
         if not prompt_length:
             raise ApiError(400, "the prompt has no tokens", field)
-        if limit is not None and prompt_length >= limit:
-            raise ApiError(
-                400,
-                f"the prompt has {prompt_length} tokens; the model's context has {limit}",
-                field,
-                "context_length_exceeded",
-            )
-        return args.max_tokens if limit is None else min(args.max_tokens, limit - prompt_length)
+        if limit is None:
+            return request.max_tokens
+        if prompt_length >= limit:
+            message = f"the prompt has {prompt_length} tokens; the model's context has {limit}"
+            raise ApiError(400, message, field, "context_length_exceeded")
+        return min(request.max_tokens, limit - prompt_length)
 
     def _cached(self, prompt: list[int]) -> tuple[list[Any], int]:
-        """Caches that cover a beginning of the prompt, all but its last token at most, and the number they cover."""
-        self._log_cache_stats()
-        cache, rest = self.prompt_cache.fetch_nearest_cache(self.model_provider.model_key, prompt)
+        """Return caches that cover a beginning of the prompt, at most all but its last token, and their length."""
+        logging.info("prompt cache: %d sequences, %.2f GB", len(self.prompt_cache), self.prompt_cache.nbytes / 1e9)
+        cache, rest = self.prompt_cache.fetch_nearest_cache(self.provider.name, prompt)
         num_cached = len(prompt) - len(rest)
         if cache is not None and num_cached == len(prompt) and try_trim(cache, 1):
             num_cached -= 1
-        # A window gives back only so many rows; what then differs from the rest is of no use.
+        # A window gives back only so many rows; then the cache covers something else than the prompt's beginning.
         if cache is None or num_cached == len(prompt) or not covers(cache, num_cached):
-            return self.model_provider.make_cache(), 0
+            return self.provider.make_cache(), 0
         return cache, num_cached
 
-    def _processors(self, request: Request, args: GenerationArguments, state: str, cached: list[int]) -> list[Any]:
-        """The logits processors, which see the whole prompt whatever part of it was cached."""
-        logits = args.logits
-        processors = make_logits_processors(
-            logits.logit_bias,
-            logits.repetition_penalty,
-            logits.repetition_context_size,
-            logits.presence_penalty,
-            logits.presence_context_size,
-            logits.frequency_penalty,
-            logits.frequency_context_size,
-        )
+    def _processors(self, request: Request, kind: str, cached: list[int]) -> list[Any]:
+        """Return the logits processors. They see the whole prompt, whatever part of it was cached."""
+        processors = make_logits_processors(**request.penalties)
         if request.grammar is not None:
-            tokenizer = self.model_provider.tokenizer
-            after = tokenizer.think_end_tokens if state == "reasoning" and tokenizer.has_thinking else ()
-            processors.append(make_processor(request.grammar, self.model_provider, tuple(after)))
+            tokenizer = self.provider.tokenizer
+            after = tokenizer.think_end_tokens if kind == "reasoning" and tokenizer.has_thinking else ()
+            processors.append(make_processor(request.grammar, self.provider, tuple(after)))
         return [_seeing(mx.array(cached), processor) for processor in processors] if cached else processors
 
 
-class _Failures:
-    """Sends whatever goes wrong inside to the client: the thread serves everybody, and no request may end it."""
-
-    def __init__(self, queue: Queue, metrics: Metrics):
-        self._queue, self._metrics = queue, metrics
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        if isinstance(error, ClientGone):
-            self._metrics.add("clients_gone_total")
-        elif not isinstance(error, (ApiError, ValueError)):
-            logging.error("an answer failed", exc_info=error)
-            error = ApiError(500, f"the answer failed: {type(error).__name__}: {error}")
-        self._queue.put(error)
-        return True
-
-
 def _seeing(cached: mx.array, processor: Any) -> Any:
-    """The processor with the cached beginning of the prompt (C,) in front of the tokens it is given."""
+    """Let a processor see the cached beginning of the prompt (C,) in front of the tokens that it is given."""
     return lambda tokens, logits: processor(mx.concatenate([cached, tokens]), logits)
 
 
-def _sampler(args: GenerationArguments, tokenizer: Any) -> Any:
-    chosen = args.sampling
-    return make_sampler(
-        chosen.temperature,
-        top_p=chosen.top_p,
-        min_p=chosen.min_p,
-        top_k=chosen.top_k,
-        xtc_probability=chosen.xtc_probability,
-        xtc_threshold=chosen.xtc_threshold,
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )
-
-
-def _response(response: Any, args: GenerationArguments) -> Response:
-    """mlx-lm's response. top_tokens: (id, log-probability) of the likeliest tokens, if they are asked for."""
+def _token(response: Any, request: Request) -> Token:
+    """Return what the job is told of a response, with the log-probabilities that were asked for."""
     logprob, top = None, ()
-    if args.logprobs:
+    if request.logprobs:
         logprob = response.logprobs[response.token].item()
-    if args.top_logprobs > 0:
-        best = mx.argsort(-response.logprobs)[: args.top_logprobs]
+    if request.top_logprobs > 0:
+        best = mx.argsort(-response.logprobs)[: request.top_logprobs]
         top = tuple(zip(best.tolist(), response.logprobs[best].tolist()))
-    return Response(response.text, response.token, logprob, response.finish_reason, top)
+    stats = getattr(response, "stats", None)
+    return Token(response.token, response.text, response.finish_reason, logprob, top, stats)

@@ -1,4 +1,4 @@
-"""Counters of a server, as a page of Prometheus text. Knows numbers only."""
+"""Counters of a server, and the page of Prometheus text that shows them. Knows numbers only."""
 
 import threading
 from collections import Counter
@@ -29,20 +29,21 @@ _HELP = {
 
 
 class Metrics:
-    """Counts from several threads."""
+    """Counters that several threads may add to."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._values: Counter = Counter()  # by (name, label)
 
     def add(self, name: str, value: float = 1, label: str = "") -> None:
+        """Add to a counter. label: what the counter is broken down by, as name="value"."""
         with self._lock:
             self._values[name, label] += value
 
     def count_answer(
         self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, stats: Stats | None, seconds: float
     ) -> None:
-        """Add a finished or given-up answer. seconds: from its first token to its last."""
+        """Add an answer that is finished or given up. seconds: from its first token to its last."""
         self.add("prompt_tokens_total", prompt_tokens)
         self.add("cached_prompt_tokens_total", cached_tokens)
         self.add("completion_tokens_total", completion_tokens)
@@ -56,7 +57,7 @@ class Metrics:
                 self.add("rounds_by_kept_drafts_total", count, f'kept="{kept}"')
 
     def page(self, **gauges: float) -> str:
-        """The page. gauges: what is measured now, by name."""
+        """Return the page. gauges: what is measured now, by name."""
         with self._lock:
             values = dict(self._values)
         rounds, seconds = values.get(("rounds_total", ""), 0), values.get(("generation_seconds_total", ""), 0)

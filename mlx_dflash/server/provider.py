@@ -1,57 +1,46 @@
-"""The one pair that a server serves: mlx-lm's ModelProvider with a DFlash draft."""
+"""The one pair that a server serves, and what it can do. Knows flags and models; knows nothing of requests."""
 
 import argparse
+from functools import cached_property
 from typing import Any
-
-from mlx_lm.server import ModelProvider
 
 from ..caches.saved import make_prompt_cache
 from ..commands.loading import load_pair
 from ..grammars import Grammars
 from ..models.context_length import context_length
 from ..models.structure import Structure
-from ..pair import Pair
 
 
-class Provider(ModelProvider):
-    """Loads the pair that the flags name, once. name: what /v1/models calls it."""
+class Provider:
+    """The pair that the flags name, once load() has loaded it.
 
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(args)
-        self.name = args.model or "demo"
-        self._grammars: Grammars | None = None
+    flags: of the command. name: the model's name in the API. draft: None if the target is served alone. vocab_size:
+    columns of the target's logits. most_drafts: drafts of a round, at most. context_length: most tokens of prompt and
+    text together, None if the model does not say.
+    """
 
-    def _load(
-        self, model_path: str | None, adapter_path: str | None = None, draft_model_path: str | None = None
-    ) -> None:
-        self.reset()
-        self.model, self.tokenizer, self.draft_model = load_pair(self.cli_args)
-        if self.cli_args.chat_template:
-            self.tokenizer.chat_template = self.cli_args.chat_template
+    def __init__(self, flags: argparse.Namespace):
+        self.flags, self.name = flags, flags.model or "demo"
+
+    def load(self) -> None:
+        """Load the pair, in the thread that will generate. Raises ValueError if the two do not belong together."""
+        self.model, self.tokenizer, self.draft = load_pair(self.flags)
+        if self.flags.chat_template:
+            self.tokenizer.chat_template = self.flags.chat_template
             self.tokenizer.has_chat_template = True
-        structure = Structure(self.model) if self.draft_model is None else Pair(self.model, self.draft_model).structure
-        self.vocab_size = structure.vocab_size
-        self.model_key = (model_path, adapter_path, draft_model_path)
+        self.vocab_size = Structure(self.model).vocab_size
+        self.most_drafts = self.draft.config.num_drafts if self.draft is not None else 0
+        self.context_length = context_length(self.model)
 
-    def load_default(self) -> None:
-        self.load("default_model", None, "default_model")
+    def unload(self) -> None:
+        """Release the models."""
+        self.model = self.draft = None
 
     def make_cache(self) -> list[Any]:
-        """Empty caches of the target and, behind them, of the draft."""
-        return make_prompt_cache(self.model, self.draft_model)
+        """Make empty caches of the target, followed by those of the draft."""
+        return make_prompt_cache(self.model, self.draft)
 
-    @property
+    @cached_property
     def grammars(self) -> Grammars:
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.vocab_size)
-        return self._grammars
-
-    @property
-    def most_drafts(self) -> int:
-        """Drafts of a round, at most."""
-        return self.draft_model.config.num_drafts if self.draft_model is not None else 0
-
-    @property
-    def context_length(self) -> int | None:
-        """Most tokens of prompt and text, None if the model does not say."""
-        return context_length(self.model)
+        """The grammars of this tokenizer. Raises ValueError if structured output is not available."""
+        return Grammars(self.tokenizer, self.vocab_size)

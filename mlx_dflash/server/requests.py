@@ -1,20 +1,11 @@
-"""Request bodies in: every field checked and named in its error; what cannot be honoured is one.
+"""Reads request bodies: each field is checked, and an error names the field that is wrong or cannot be honoured.
 
 Knows the OpenAI API and mlx-lm's additions to it; knows nothing of HTTP or generation.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from mlx_lm.server import (
-    CompletionRequest,
-    GenerationArguments,
-    LogitsProcessorArguments,
-    ModelDescription,
-    SamplingArguments,
-)
 
 from .errors import ApiError
 
@@ -55,51 +46,73 @@ _FIELDS: dict[str, tuple[Any, float | None, float | None]] = {
     "parallel_tool_calls": (bool, None, None),
 }
 _ELSEWHERE = {"messages", "prompt", "stop", "logprobs", "suffix"}
-# They ask for nothing that would change an answer here.
+# These fields cannot change an answer here.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 
 
-@dataclass(eq=False)
-class Request(CompletionRequest):
-    """mlx-lm's request, and what ours adds. is_gone: whether the client left. grammar: response_format, if any.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A request whose fields make sense.
 
-    Each is one of its own, whatever it asks for.
+    is_chat: messages are given, otherwise a prompt. tools: None if no tool may be called. sampling: numbers of
+    commands.sampling. penalties: arguments of mlx-lm's make_logits_processors. num_draft_tokens: None leaves it to the
+    server's flags. top_logprobs: number of likeliest tokens to name. template_options: of the chat template.
+    grammar: the response_format, None for free text.
     """
 
-    __hash__, __eq__ = object.__hash__, object.__eq__
+    is_chat: bool
+    prompt: str
+    messages: list[dict]
+    tools: list[dict] | None
+    role_mapping: dict | None
+    template_options: dict[str, Any]
+    stop: list[str]
+    max_tokens: int
+    seed: int | None
+    sampling: dict[str, float]
+    penalties: dict[str, Any]
+    num_draft_tokens: int | None
+    logprobs: bool
+    top_logprobs: int
+    grammar: dict | None
+    stream: bool
+    include_usage: bool
 
-    stream: bool = False
-    include_usage: bool = False
-    grammar: dict | None = None
-    is_gone: Callable[[], bool] = lambda: False
 
-
-def read_request(body: Any, is_chat: bool, defaults: Any, provider: Any) -> tuple[Request, GenerationArguments]:
-    """Check a request's body. defaults: the server's flags. Raises ApiError that names the field."""
+def read_request(body: Any, is_chat: bool, provider: Any) -> Request:
+    """Check a request's body. provider: the served pair, and the flags with the defaults. Raises ApiError."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}")
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         _check_field(name, value)
     _check_names(body, provider)
-    stop = body.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
-        raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
-    options = body.get("stream_options", {})
+    stop, options = _stop(body), body.get("stream_options", {})
     if set(options) - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options can have include_usage only", "stream_options")
-    request = Request(
-        "chat" if is_chat else "text",
-        "" if is_chat else _prompt(body),
-        _messages(body) if is_chat else [],
-        _tools(body, provider),
-        body.get("role_mapping"),
+    prompt, messages = ("", _messages(body)) if is_chat else (_prompt(body), [])
+    tools, grammar = _tools(body, provider), _grammar(body, provider)
+    max_tokens = _max_tokens(body, provider.flags)
+    logprobs, top_logprobs = _logprobs(body)
+    return Request(
+        is_chat=is_chat,
+        prompt=prompt,
+        messages=messages,
+        tools=tools,
+        role_mapping=body.get("role_mapping"),
+        template_options=body.get("chat_template_kwargs", {}),
+        stop=stop,
+        max_tokens=max_tokens,
+        seed=body.get("seed"),
+        sampling=_sampling(body, provider.flags),
+        penalties=_penalties(body, provider),
+        num_draft_tokens=body.get("num_draft_tokens"),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        grammar=grammar,
         stream=body.get("stream", False),
         include_usage=bool(options.get("include_usage", False)),
-        grammar=_grammar(body, provider),
     )
-    return request, _arguments(body, stop, defaults, provider)
 
 
 def _check_field(name: str, value: Any) -> None:
@@ -127,13 +140,13 @@ def _check_names(body: dict, provider: Any) -> None:
     """Only the pair that was loaded is served."""
     for name, known in (
         ("model", {"default_model", provider.name}),
-        ("draft_model", {"default_model", provider.cli_args.draft_model}),
+        ("draft_model", {"default_model", provider.flags.draft_model}),
     ):
         if name in body and body[name] not in known:
             raise ApiError(
                 404, f"this server serves {provider.name}, not the {name} {body[name]}", name, "model_not_found"
             )
-    if "adapters" in body and body["adapters"] != provider.cli_args.adapter_path:
+    if "adapters" in body and body["adapters"] != provider.flags.adapter_path:
         raise ApiError(400, "adapters cannot be changed by a request", "adapters")
     if body.get("num_draft_tokens", 0) > provider.most_drafts:
         raise ApiError(
@@ -231,47 +244,50 @@ def make_processor(wanted: dict, provider: Any, after: tuple[int, ...] = ()) -> 
     raise ValueError(f"response_format.type must be text, json_object, json_schema, regex or lark, got {kind!r}")
 
 
-def _arguments(body: dict, stop: list[str], defaults: Any, provider: Any) -> GenerationArguments:
-    max_tokens = body.get(
-        "max_completion_tokens", body.get("max_tokens", min(defaults.max_tokens, defaults.max_tokens_limit))
-    )
-    if max_tokens > defaults.max_tokens_limit:
-        raise ApiError(400, f"max_tokens must be at most {defaults.max_tokens_limit}, got {max_tokens}", "max_tokens")
+def _stop(body: dict) -> list[str]:
+    stop = body.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
+        raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
+    return stop
+
+
+def _max_tokens(body: dict, flags: Any) -> int:
+    limit = flags.max_tokens_limit
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", min(flags.max_tokens, limit)))
+    if max_tokens > limit:
+        raise ApiError(400, f"max_tokens must be at most {limit}, got {max_tokens}", "max_tokens")
+    return max_tokens
+
+
+def _logprobs(body: dict) -> tuple[bool, int]:
+    """Return whether log-probabilities are asked for, and the number of likeliest tokens to name."""
     logprobs, top = body.get("logprobs", False), body.get("top_logprobs", -1)
     if not isinstance(logprobs, bool):
         if not isinstance(logprobs, int) or "prompt" not in body or not 0 <= logprobs <= 20:
-            raise ApiError(
-                400, "logprobs must be true or false, or, for a completion, a number from 0 to 20", "logprobs"
-            )
+            message = "logprobs must be true or false, or, for a completion, a number from 0 to 20"
+            raise ApiError(400, message, "logprobs")
         logprobs, top = True, logprobs
     if top > 0 and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", "top_logprobs")
-    return GenerationArguments(
-        model=ModelDescription("default_model", "default_model", None),
-        sampling=SamplingArguments(
-            temperature=body.get("temperature", defaults.temp),
-            top_p=body.get("top_p", defaults.top_p),
-            top_k=body.get("top_k", defaults.top_k),
-            min_p=body.get("min_p", defaults.min_p),
-            xtc_probability=body.get("xtc_probability", 0.0),
-            xtc_threshold=body.get("xtc_threshold", 0.1),
-        ),
-        logits=LogitsProcessorArguments(
-            logit_bias=_logit_bias(body, provider),
-            **{
-                f"{kind}_{what}": body.get(f"{kind}_{what}", default)
-                for kind in ("repetition", "presence", "frequency")
-                for what, default in (("penalty", 0.0), ("context_size", 20))
-            },
-        ),
-        stop_words=stop,
-        max_tokens=max_tokens,
-        num_draft_tokens=body.get("num_draft_tokens", defaults.num_draft_tokens),
-        logprobs=logprobs,
-        top_logprobs=top,
-        seed=body.get("seed"),
-        chat_template_kwargs=body.get("chat_template_kwargs"),
-    )
+    return logprobs, top
+
+
+def _sampling(body: dict, flags: Any) -> dict[str, float]:
+    return {
+        "temp": body.get("temperature", flags.temp),
+        **{name: body.get(name, getattr(flags, name)) for name in ("top_p", "top_k", "min_p")},
+        "xtc_probability": body.get("xtc_probability", 0.0),
+        "xtc_threshold": body.get("xtc_threshold", 0.1),
+    }
+
+
+def _penalties(body: dict, provider: Any) -> dict[str, Any]:
+    penalties: dict[str, Any] = {"logit_bias": _logit_bias(body, provider)}
+    for kind in ("repetition", "presence", "frequency"):
+        penalties[f"{kind}_penalty"] = body.get(f"{kind}_penalty", 0.0)
+        penalties[f"{kind}_context_size"] = body.get(f"{kind}_context_size", 20)
+    return penalties
 
 
 def _logit_bias(body: dict, provider: Any) -> dict[int, float] | None:

@@ -57,7 +57,7 @@ MANY_PARAMETERS = {
 }
 
 # Files that catch whatever was raised: where a program ends, and where a request must not end the server.
-CATCH_ALL = {"mlx_dflash/commands/errors.py"}
+CATCH_ALL = {"mlx_dflash/commands/errors.py", "mlx_dflash/server/worker.py"}
 
 # Words that the glossary replaces, as parts of identifiers.
 NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs", "restore"}

@@ -39,6 +39,7 @@ def our_server(pair, *flags):
 def mlx_lm_server(pair):
     """Yields a client of mlx-lm's own server, without a draft."""
     args = make_parser().parse_args(["--model", str(pair[0]), "--port", "0"])
+    args.pipeline, args.use_default_chat_template, args.kv_bits = False, False, None
     args.num_draft_tokens, args.kv_group_size, args.quantized_kv_start = 3, 64, 5000
     args.decode_concurrency = args.prompt_concurrency = 1
     generator = ResponseGenerator(ModelProvider(args), LRUPromptCache(10))

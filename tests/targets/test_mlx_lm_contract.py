@@ -7,10 +7,18 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import mlx_lm.server
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.generate import GenerationResponse, generate_step, generation_stream, wired_limit
+from mlx_lm.generate import (
+    GenerationResponse,
+    TextStateMachine,
+    generate_step,
+    generation_stream,
+    make_text_state_machine,
+    wired_limit,
+)
 from mlx_lm.models import cache as caches
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_causal_mask
@@ -20,6 +28,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
+    LRUPromptCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -27,10 +36,10 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.ssm import ssm_update
-from mlx_lm.sample_utils import greedy_sampler, make_sampler
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support import models
-from support.fixtures import TARGET_FAMILIES, context_free_target, plain_tokens, tiny_target
+from support.fixtures import TARGET_FAMILIES, byte_tokenizer, context_free_target, plain_tokens, tiny_target
 
 from mlx_dflash.target import Target
 
@@ -368,6 +377,61 @@ def test_kv_caches_grow_by_our_own_rule_and_not_by_mlx_lms():
 def test_tokenizers_have_what_we_read():
     for name in ("bos_token", "eos_token_ids", "detokenizer", "has_chat_template", "add_eos_token"):
         assert hasattr(TokenizerWrapper, name) or name in ("bos_token", "has_chat_template"), name
+    tokenizer = byte_tokenizer()
+    assert (tokenizer.has_thinking, tokenizer.has_tool_calling, tokenizer.tool_parser) == (False, False, None)
+    assert (tokenizer.response_initial_state, tokenizer.response_transitions) == (None, {})
+
+
+def test_tokenizers_know_the_marks_of_reasoning():
+    plain = byte_tokenizer()
+    plain._tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer = TokenizerWrapper(plain._tokenizer)
+    start, end = tokenizer.encode("<think></think>", add_special_tokens=False)
+    assert (tokenizer.has_thinking, tokenizer.think_start, tokenizer.think_end) == (True, "<think>", "</think>")
+    assert tuple(tokenizer.think_end_tokens) == (end,)
+    prompt = [start, 65, end, 65]
+    assert (tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)) == (0, 2)
+    assert (tokenizer.rfind_think_start([65]), tokenizer.rfind_think_end([65])) == (-1, -1)
+
+
+# The text of answers and the server: commands/answers.py, server/
+
+
+def test_a_state_machine_takes_text_apart_and_holds_back_what_may_be_a_mark():
+    transitions = {"normal": [("<a>", "tool")], "tool": [("</a>", "normal")]}
+    state, segments = TextStateMachine.split(TextStateMachine(transitions).make_state("normal"), "x<a>y<")
+    assert segments == [("normal", "x"), ("tool", "y")]
+    assert TextStateMachine.flush(state)[1:] == ("<", "tool")
+    assert TextStateMachine.split(state, "/a>z")[1] == [("tool", ""), ("normal", "z")]
+    assert parameters(make_text_state_machine)[0] == "tokenizer"
+
+
+def test_the_prompt_cache_of_many_sequences_gives_copies_of_the_nearest_one():
+    store, cache = LRUPromptCache(2, 1 << 30), KVCache()
+    cache.update_and_fetch(ROWS, ROWS)
+    store.insert_cache("model", [1, 2, 3], [cache])
+    found, rest = store.fetch_nearest_cache("model", [1, 2, 3, 4])
+    assert found[0].offset == 3 and found[0] is not cache and rest == [4]
+    assert store.fetch_nearest_cache("other", [1, 2, 3]) == (None, [1, 2, 3])
+    assert len(store) == 1 and store.nbytes == cache.nbytes > 0
+    store.trim_to(n_sequences=0)
+    assert len(store) == 0 == store.nbytes
+
+
+def test_the_small_functions_that_the_server_borrows():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert mlx_lm.server.process_message_content(messages) == [] and messages[0]["content"] == "ab"
+    assert "USER: ab" in mlx_lm.server.convert_chat(messages, None)
+    make_call = mlx_lm.server.ToolCallFormatter(lambda text, tools: {"name": text, "arguments": {"x": 1}}, None, True)
+    (call,) = make_call(["f"])
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'} and (call["type"], call["index"]) == (
+        "function",
+        0,
+    )
+    assert mx.__version__ in mlx_lm.server.get_system_fingerprint()
+    assert parameters(make_logits_processors) == ["logit_bias"] + [
+        f"{kind}_{what}" for kind in ("repetition", "presence", "frequency") for what in ("penalty", "context_size")
+    ]
 
 
 def test_plain_greedy_text_does_not_depend_on_the_prefills_chunks():
