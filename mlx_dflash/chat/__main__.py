@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from ..checkpoints.known_pairs import NO_DRAFT, find_draft
 from ..commands.errors import user_errors
 from ..commands.flags import add_model_flags, block_options
 from ..commands.loading import load_pair
@@ -55,7 +56,7 @@ def _run(args: argparse.Namespace) -> None:
     settings = Settings(**{name: getattr(args, name) for name in vars(Settings()) if name != "thinking"})
     terminal = Terminal(
         _conversation(args, settings, block),
-        {"model": args.model or "demo", "draft": args.draft_model or "demo"},
+        _pair_names(args),
         not args.no_markdown,
     )
     if file_name and Path(file_name).exists():
@@ -68,6 +69,12 @@ def _run(args: argparse.Namespace) -> None:
     if file_name and terminal.conversation.messages:
         terminal.conversation.save(file_name, terminal.metadata)
         print(f"saved to {file_name}", file=sys.stderr)
+
+
+def _pair_names(args: argparse.Namespace) -> dict[str, str]:
+    """Name the pair as a file of caches records it; a draft that is found by the target's name has its own."""
+    model = args.model or "demo"
+    return {"model": model, "draft": args.draft_model or find_draft(model) or NO_DRAFT}
 
 
 def _conversation(args: argparse.Namespace, settings: Settings, block: dict):
