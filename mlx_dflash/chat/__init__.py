@@ -1,5 +1,5 @@
 """`python -m mlx_dflash.chat`: a conversation with a target in the terminal, with drafting.
 
-conversation.py keeps the messages and the caches, without a terminal; terminal.py reads lines and shows answers;
-commands.py is what begins with a slash.
+conversation.py keeps the messages and the caches, without a terminal, and files.py keeps them in files; terminal.py
+reads lines, view.py shows answers, commands.py has the commands that begin with a slash, settings.py what they set.
 """

@@ -1,15 +1,19 @@
-"""What begins with a slash: the commands of the chat, by name. Knows the conversation; prints through the terminal."""
+"""The commands of the chat, which begin with a slash.
+
+Knows the conversation and its files; shows what it has to say through the terminal.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .files import save
 from .settings import on_or_off
 
 
 @dataclass(frozen=True)
 class Command:
-    """run(chat, argument); usage and what: for /help. choices: completions of the argument."""
+    """One command. run: called with the terminal and the argument. usage, what: for /help. choices: of the argument."""
 
     run: Callable[[Any, str], None]
     usage: str
@@ -45,7 +49,7 @@ def _system(chat: Any, argument: str) -> None:
 def _save(chat: Any, argument: str) -> None:
     if not argument:
         raise ValueError("/save needs a file name; one that ends in .safetensors keeps the caches too")
-    chat.conversation.save(argument, chat.metadata if argument.endswith(".safetensors") else None)
+    save(chat.conversation, argument, chat.pair)
     chat.say(f"Saved to {argument}.")
 
 

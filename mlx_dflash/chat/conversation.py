@@ -1,25 +1,19 @@
 """One conversation: its messages, and the caches that follow them from turn to turn.
 
 Each turn renders the whole conversation through the chat template and reads only what the caches do not cover yet.
-Where the rendered history has changed, the caches go back to the common beginning; where they cannot, they are
-made anew. Knows templates, tokens and caches; knows nothing of terminals.
+Where the rendered history has changed, the caches are trimmed to the common beginning; where they cannot be trimmed,
+they are made anew. Knows templates, tokens and caches; knows nothing of terminals or files.
 """
 
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
-
 from ..api import GenerationResponse, stream_generate
-from ..caches.saved import covers, load_prompt_cache, make_prompt_cache, save_prompt_cache, try_trim
+from ..caches.saved import covers, make_prompt_cache, try_trim
+from ..commands.answers import AnswerParts
+from ..commands.templates import render
 from .settings import Settings
-
-CONVERSATION_KEY = "conversation"
 
 
 @dataclass
@@ -38,34 +32,32 @@ class Interrupted(Exception):
 
 
 class _Answer:
-    """An answer's text as it comes. opened: the part of it that the prompt's end gave; raw: all the text; said: the
-    same by kind, without the marks between reasoning, answer and tool calls.
+    """An answer as it grows.
+
+    opened: the part of it that the end of the prompt gave. raw: all its text so far. said: the same text by kind,
+    without the marks between reasoning, answer and tool calls.
     """
 
     def __init__(self, tokenizer: Any, kind: str, opened: str):
-        self.opened, self.raw = opened, ""
-        self.said = {"reasoning": "", "normal": "", "tool": ""}
-        self._state = make_text_state_machine(tokenizer).make_state(kind)
+        self.opened, self.raw, self.said = opened, "", {"reasoning": "", "normal": "", "tool": ""}
+        self._parts = AnswerParts(tokenizer, kind)
 
     def take(self, text: str, is_last: bool) -> Iterator[tuple[str, str]]:
-        """Add text; yield what is now known to be of a kind, all of it if it is the last."""
+        """Add text; yield the parts of it whose kind is known now, all of them if is_last."""
         self.raw += text
-        self._state, segments = TextStateMachine.split(self._state, text)
-        if is_last:
-            self._state, rest, kind = TextStateMachine.flush(self._state)
-            segments.append((kind, rest))
-        for kind, piece in segments:
-            self.said[kind] = self.said.get(kind, "") + piece
-            if piece:
-                yield kind, piece
+        for kind, part in self._parts.take(text, is_last):
+            self.said[kind] = self.said.get(kind, "") + part
+            if part:
+                yield kind, part
 
 
 class Conversation:
     """Messages and caches of one chat.
 
-    model, tokenizer, draft: a pair, draft None for plain mlx-lm. system: the system message, if any.
-    options: more arguments of stream_generate (block_size, prefill_step_size, ...). template_options: for the
-    chat template. Raises ValueError for a tokenizer without a chat template.
+    draft: None generates as plain mlx-lm does. system: the system message, if any. template_options: of the chat
+    template. options: further arguments of stream_generate, such as block_size and prefill_step_size.
+    caches, pieces: the prompt cache, and what it covers as (text, tokens) in order: prompts and answers as they were
+    read and written. Raises ValueError for a tokenizer without a chat template.
     """
 
     def __init__(
@@ -76,6 +68,8 @@ class Conversation:
         *,
         system: str | None = None,
         settings: Settings | None = None,
+        template_options: dict[str, Any] | None = None,
+        **options: Any,
     ):
         if not tokenizer.has_chat_template:
             raise ValueError(
@@ -83,19 +77,16 @@ class Conversation:
             )
         self.model, self.tokenizer, self._draft = model, tokenizer, draft
         self.drafting = draft is not None
-        self.settings = settings or Settings()
-        self.options: dict[str, Any] = {}
-        self.template_options: dict[str, Any] = {}
+        self.system, self.settings = system, settings or Settings()
+        self._template_options, self._options = template_options or {}, options
         self.messages: list[dict[str, str]] = []
-        self.system = system
         self.turn: Turn | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Start with empty caches."""
-        self._caches = make_prompt_cache(self.model, self.draft)
-        # What the caches cover, as (text, tokens) in order: prompts and answers as they were read and written.
-        self._pieces: list[tuple[str, list[int]]] = []
+        self.caches = make_prompt_cache(self.model, self.draft)
+        self.pieces: list[tuple[str, list[int]]] = []
 
     @property
     def draft(self) -> Any:
@@ -105,7 +96,7 @@ class Conversation:
     @property
     def covered(self) -> list[int]:
         """The tokens that the caches cover."""
-        return [token for _, tokens in self._pieces for token in tokens]
+        return [token for _, tokens in self.pieces for token in tokens]
 
     def use_draft(self, use: bool) -> None:
         """Draft or do not; the conversation is then read anew. Raises ValueError if there is no draft."""
@@ -153,33 +144,10 @@ class Conversation:
     ) -> Iterator[tuple[str, str]]:
         prompt = self._render()
         tokens, self.turn = self._read_from(prompt)
-        num_cached = self.turn.num_cached
-
-        def watched(done: int, total: int) -> None:
-            if should_stop():
-                raise Interrupted
-            if progress is not None:
-                progress(done, total)
-
         answer = _Answer(self.tokenizer, *self._initial_state(prompt))
-        options = (
-            self.options
-            if self.draft is not None
-            else {k: v for k, v in self.options.items() if k == "prefill_step_size"}
-        )
-        responses = None
+        num_cached, responses = self.turn.num_cached, None
         try:
-            responses = stream_generate(
-                self.model,
-                self.tokenizer,
-                tokens[num_cached:],
-                self.settings.max_tokens,
-                self.draft,
-                sampler=self.settings.sampler(self.tokenizer),
-                prompt_cache=self._caches,
-                prompt_progress_callback=watched,
-                **options,
-            )
+            responses = self._generate(tokens[num_cached:], should_stop, progress)
             for response in responses:
                 self.turn.response = response
                 self.turn.tokens.append(response.token)
@@ -200,42 +168,65 @@ class Conversation:
             if responses is not None:
                 responses.close()
             if self.turn.tokens:
-                self._pieces.append((answer.raw + self._ending(), list(self.turn.tokens)))
+                self.pieces.append((answer.raw + self._ending(), list(self.turn.tokens)))
                 self.messages.append(self._history_message(answer))
             else:
                 self._after_no_answer(num_cached)
 
+    def _generate(
+        self, tokens: list[int], should_stop: Callable[[], bool], progress: Callable[[int, int], None] | None
+    ) -> Iterator[GenerationResponse]:
+        """Continue the caches with these tokens. The iterator raises Interrupted if the reading of them is stopped."""
+
+        def watched(done: int, total: int) -> None:
+            if should_stop():
+                raise Interrupted
+            if progress is not None:
+                progress(done, total)
+
+        # The other options are about drafting.
+        names = self._options if self.draft is not None else self._options.keys() & {"prefill_step_size"}
+        return stream_generate(
+            self.model,
+            self.tokenizer,
+            tokens,
+            self.settings.max_tokens,
+            self.draft,
+            sampler=self.settings.sampler(self.tokenizer),
+            prompt_cache=self.caches,
+            prompt_progress_callback=watched,
+            **{name: self._options[name] for name in names},
+        )
+
     def _after_no_answer(self, num_cached: int) -> None:
-        """The caches cover what they did before the reading, or, where they cannot go back to it, are made anew."""
-        if self.draft is None or not covers(self._caches, num_cached):
+        """Keep the pieces that the caches still cover, or make the caches anew if they cover something else."""
+        if self.draft is None or not covers(self.caches, num_cached):
             self._forget()
             return
         pieces, left = [], num_cached
-        for text, tokens in self._pieces:
+        for text, tokens in self.pieces:
             if left:
                 pieces.append((text if len(tokens) <= left else "", tokens[:left]))
             left -= min(left, len(tokens))
-        self._pieces = pieces
+        self.pieces = pieces
 
     def _ending(self) -> str:
-        """The text of the token that ended the answer, which is no part of the answer's text."""
+        """Return the text of the token that ended the answer, which is no part of the answer's own text."""
         last = self.turn.tokens[-1]
         return self.tokenizer.decode([last]) if self.turn.response.finish_reason == "stop" else ""
 
     # Rendering.
 
     def _render(self) -> str:
-        """The whole conversation as text, up to where the answer begins."""
+        """Return the whole conversation as text, up to where the answer begins."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        options = dict(self.template_options)
+        options = dict(self._template_options)
         if self.tokenizer.has_thinking:
             options.setdefault("enable_thinking", self.settings.thinking)
-        return self.tokenizer.apply_chat_template(
-            system + self.messages, tokenize=False, add_generation_prompt=True, **options
-        )
+        return render(self.tokenizer, system + self.messages, **options)
 
     def _initial_state(self, prompt: str) -> tuple[str, str]:
-        """The state in which the answer begins, and the part of the answer that the prompt's end already gave."""
+        """Return the kind of text that the answer begins with, and the part of it that the prompt already ends with."""
         if self.tokenizer.response_initial_state:
             return self.tokenizer.response_initial_state, ""
         if self.tokenizer.has_thinking:
@@ -245,7 +236,7 @@ class Conversation:
         return "normal", ""
 
     def _history_message(self, answer: "_Answer") -> dict[str, str]:
-        """The answer as the template wants it: reasoning in a field of its own if it has one, else as it was written."""
+        """Return the answer as the template wants it: with reasoning in a field of its own, or as it was written."""
         template = str(getattr(self.tokenizer, "chat_template", "") or "")
         message, said = {"role": "assistant", "content": answer.opened + answer.raw}, answer.said
         if said["reasoning"]:
@@ -257,30 +248,30 @@ class Conversation:
     # Caches.
 
     def _read_from(self, prompt: str) -> tuple[list[int], Turn]:
-        """The prompt's tokens, and how many of them the caches cover after going back to where they agree."""
+        """Trim the caches to where they agree with the prompt; return the prompt's tokens, and the turn that begins."""
         pieces, tokens, rest = self._tokens_of(prompt)
         covered = self.covered
         num_same = next((i for i, (a, b) in enumerate(zip(covered, tokens)) if a != b), min(len(covered), len(tokens)))
         keep = min(num_same, len(tokens) - 1)
         notices = []
-        if len(covered) > keep and not try_trim(self._caches, len(covered) - keep):
+        if len(covered) > keep and not try_trim(self.caches, len(covered) - keep):
             if keep:
                 notices.append(
                     f"the caches cannot go back by {len(covered) - keep} tokens: reading the conversation again"
                 )
             self._forget()
             keep = 0
-        self._pieces = [*pieces, (rest, tokens[sum(len(t) for _, t in pieces) :])] if rest else pieces
+        self.pieces = [*pieces, (rest, tokens[sum(len(t) for _, t in pieces) :])] if rest else pieces
         return tokens, Turn(keep, len(tokens) - keep, notices)
 
     def _tokens_of(self, prompt: str) -> tuple[list[tuple[str, list[int]]], list[int], str]:
-        """Tokens of the prompt's text, those of the caches as far as their text is its beginning.
+        """Tokenize the prompt's text, with the tokens of the caches as far as their text is its beginning.
 
         Another tokenization of the same text would be as good, but is not what the caches hold.
-        Returns the pieces taken over, all tokens, and the text behind the pieces.
+        Returns the pieces that were taken over, all tokens, and the text after those pieces.
         """
         pieces, end = [], 0
-        for text, tokens in self._pieces:
+        for text, tokens in self.pieces:
             if not text or not prompt.startswith(text, end):
                 break
             pieces.append((text, tokens))
@@ -295,70 +286,3 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    # Files.
-
-    def as_dict(self) -> dict[str, Any]:
-        """The conversation without its caches, ready for JSON."""
-        return {"system": self.system, "messages": self.messages, "drafting": self.drafting}
-
-    def load_dict(self, saved: dict[str, Any]) -> None:
-        """Continue a saved conversation. Raises ValueError if it is none."""
-        messages = saved.get("messages") if isinstance(saved, dict) else None
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
-        ):
-            raise ValueError(
-                "expected a saved conversation: an object with the key 'messages', a list of role and content"
-            )
-        self.messages, self.system = messages, saved.get("system")
-        self._forget()
-
-    def save(self, file_name: str, metadata: dict[str, str] | None = None) -> None:
-        """Save the conversation as JSON, or with its caches if the name ends in .safetensors."""
-        if not file_name.endswith(".safetensors"):
-            with open(file_name, "w") as file:
-                json.dump(self.as_dict(), file, indent=1, ensure_ascii=False)
-            return
-        if not self._pieces:
-            raise ValueError("there is nothing to save yet")
-        record = json.dumps({**self.as_dict(), "pieces": self._pieces})
-        save_prompt_cache(file_name, self._caches, {**(metadata or {}), CONVERSATION_KEY: record})
-
-    def load(self, file_name: str, metadata: dict[str, str] | None = None) -> bool:
-        """Continue what save wrote. Returns whether its caches are in use; if not, the next turn reads it all again.
-
-        metadata: what the file must have been saved with. Raises ValueError if it was not, or is no conversation.
-        """
-        if not file_name.endswith(".safetensors"):
-            with open(file_name) as file:
-                self.load_dict(json.load(file))
-            return False
-        caches, found = load_prompt_cache(file_name, return_metadata=True)
-        if CONVERSATION_KEY not in found:
-            raise ValueError(
-                f"{file_name} has caches, but no record of a conversation; a chat can continue only what a chat saved"
-            )
-        for name, expected in (metadata or {}).items():
-            if found.get(name) != expected:
-                raise ValueError(f"{file_name} was saved with the {name} {found.get(name)}, this chat has {expected}")
-        saved = json.loads(found[CONVERSATION_KEY])
-        self.load_dict(saved)
-        if saved["drafting"] != self.drafting or len(caches) != len(self._caches):
-            return False
-        self._caches, self._pieces = caches, [(text, tokens) for text, tokens in saved["pieces"]]
-        return True
-
-
-def plain_seconds_per_token(model: Any, steps: int = 4) -> float:
-    """Measure one token of plain decoding at a short context, without a chat's overhead: the median of a few steps."""
-    from mlx_lm.models.cache import make_prompt_cache as make_plain_cache
-
-    caches = make_plain_cache(model)
-    mx.eval(model(mx.array([[0] * 8]), cache=caches))
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        mx.eval(model(mx.array([[0]]), cache=caches))
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)

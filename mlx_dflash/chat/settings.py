@@ -1,8 +1,9 @@
-"""What a person can change between two answers: sampling, length, reasoning. Knows numbers and mlx-lm's sampler."""
+"""The settings that a person can change between two answers: sampling, length, reasoning. Knows numbers only."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ..commands.sampling import NUMBERS, sampler
 from ..dice import Sampler
 
 _LOWEST = {"max_tokens": -1}
@@ -11,7 +12,7 @@ _HIGHEST = {"top_p": 1.0, "min_p": 1.0, "xtc_probability": 1.0, "xtc_threshold":
 
 @dataclass
 class Settings:
-    """Sampling and length, in mlx-lm's names. thinking: whether a template that can should ask for reasoning."""
+    """Sampling and length, in mlx-lm's names. thinking: whether to ask for reasoning, if the chat template can."""
 
     temp: float = 0.0
     top_p: float = 1.0
@@ -47,24 +48,13 @@ class Settings:
         setattr(self, name, number)
 
     def sampler(self, tokenizer: Any) -> Sampler:
-        """mlx-lm's sampler with these settings."""
-        from mlx_lm.sample_utils import make_sampler
-
-        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-        return make_sampler(
-            self.temp,
-            self.top_p,
-            self.min_p,
-            1,
-            self.top_k,
-            self.xtc_probability,
-            self.xtc_threshold,
-            xtc_special_tokens=special,
-        )
+        """Make mlx-lm's sampler with these settings."""
+        numbers = asdict(self)
+        return sampler(tokenizer, **{name: numbers[name] for name in NUMBERS if name in numbers})
 
 
 def on_or_off(name: str, value: Any) -> bool:
-    """True for on, False for off. Raises ValueError for anything else."""
+    """Return True for on and False for off. Raises ValueError for anything else."""
     if isinstance(value, bool):
         return value
     if value not in ("on", "off"):

@@ -1,11 +1,13 @@
-"""The chat in a terminal: reads lines, shows answers and a status line. Knows prompt_toolkit, rich and signals."""
+"""The chat in a terminal: reads lines, shows answers and a status line.
+
+Knows prompt_toolkit, rich and signals; knows nothing of tokens or caches.
+"""
 
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
@@ -15,8 +17,10 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console
 
 from ..commands.progress import prefill_bar
+from ..models.context_length import context_length
 from .commands import COMMANDS, Leave, run_command
-from .conversation import Conversation, plain_seconds_per_token
+from .conversation import Conversation
+from .files import load
 from .view import AnswerView
 
 _HISTORY = Path("~/.cache/mlx_dflash/chat_history").expanduser()
@@ -25,20 +29,19 @@ _HISTORY = Path("~/.cache/mlx_dflash/chat_history").expanduser()
 class Terminal:
     """A person at a conversation.
 
-    metadata: what a file with caches is saved with, and must have been saved with to be loaded.
+    pair: names of the target and the draft, which caches are saved with, and must have been saved with to be loaded.
     """
 
-    def __init__(self, conversation: Conversation, metadata: dict[str, str], markdown: bool = True):
-        self.conversation, self.metadata, self.markdown = conversation, metadata, markdown
+    def __init__(self, conversation: Conversation, pair: dict[str, str], markdown: bool = True):
+        self.conversation, self.pair, self.markdown = conversation, pair, markdown
         self.console = Console(highlight=False)
-        self._plain_seconds: float | None = None
 
     def say(self, text: str) -> None:
         """Tell the person something that is not part of the conversation."""
         self.console.print(text, style="dim", markup=False, soft_wrap=True)
 
     def run(self) -> None:
-        """Read and answer until the person leaves. Raises whatever is no mistake of theirs."""
+        """Read and answer until the person leaves. Raises what is no mistake of theirs."""
         read = _reader() if sys.stdin.isatty() else _read_line
         while True:
             try:
@@ -64,41 +67,31 @@ class Terminal:
             self.say(notice)
         if conversation.turn.response is not None:
             self.say(self._status())
-        limit = _context_limit(conversation.model)
+        limit = context_length(conversation.model)
         if limit is not None and len(conversation.covered) > limit:
             self.say(f"The conversation is longer than the model's context of {limit} tokens; /reset begins anew.")
 
     def load(self, file_name: str) -> None:
-        has_caches = self.conversation.load(file_name, self.metadata)
+        """Continue a saved conversation, and say how much of it has to be read again."""
+        has_caches = load(self.conversation, file_name, self.pair)
         read = "its caches too" if has_caches else "the next message reads it again"
         self.say(f"Continuing {len(self.conversation.messages)} messages from {file_name}, {read}.")
 
     def _status(self) -> str:
-        turn, model = self.conversation.turn, self.conversation.model
+        turn = self.conversation.turn
         response, stats = turn.response, turn.response.stats if self.conversation.draft is not None else None
         parts = [f"{response.generation_tokens} tokens", f"{response.generation_tps:.1f} tokens/s"]
         if stats is not None and stats.num_rounds:
-            if self._plain_seconds is None:
-                self._plain_seconds = plain_seconds_per_token(model)
             parts.append(f"acceptance length {stats.acceptance_length:.2f}")
-            parts.append(f"about {response.generation_tps * self._plain_seconds:.1f} x plain")
-        limit = _context_limit(model)
+        limit = context_length(self.conversation.model)
         used = len(self.conversation.covered)
         parts.append(f"context {used}" + (f" of {limit}" if limit else "") + f", {turn.num_read} read")
         stopped = {None: ["stopped"], "length": ["cut"]}.get(response.finish_reason, [])
         return "[" + " · ".join(parts + stopped) + "]"
 
 
-def _context_limit(model: Any) -> int | None:
-    args = getattr(model, "args", None)
-    nested = getattr(args, "text_config", None) or {}
-    return getattr(args, "max_position_embeddings", None) or (
-        nested.get("max_position_embeddings") if isinstance(nested, dict) else None
-    )
-
-
 def _read_line() -> str:
-    """A line of stdin that is no terminal: one message a line."""
+    """Read one message, a line of a stdin that is no terminal. Raises EOFError at its end."""
     line = sys.stdin.readline()
     if not line:
         raise EOFError
@@ -106,7 +99,7 @@ def _read_line() -> str:
 
 
 def _reader() -> Callable[[], str]:
-    """Line editing with history, completion of commands, and new lines inside a message."""
+    """Make the line editor, with history, completion of commands, and new lines inside a message."""
     keys = KeyBindings()
 
     # Ctrl-J is what Enter becomes when somebody types ahead, before the line is being read.
@@ -145,7 +138,7 @@ def _reader() -> Callable[[], str]:
 
 @contextmanager
 def _watch_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C into a question that can be asked; a second Ctrl-C interrupts as usual."""
+    """Yield a question that says whether Ctrl-C was pressed; a second Ctrl-C interrupts as usual."""
     pressed = False
 
     def press(number, frame):

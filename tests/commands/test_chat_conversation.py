@@ -4,11 +4,12 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chat_fixtures import TEMPLATE, THINKING_TEMPLATE, chat_draft, chat_target, draft, target  # noqa: F401
+from support.chat_fixtures import TEMPLATE, THINKING_TEMPLATE, chat_draft, chat_target
 from support.fixtures import byte_tokenizer, plain_tokens
 
 from mlx_dflash.api import open_session
 from mlx_dflash.caches.saved import make_prompt_cache
+from mlx_dflash.chat import files
 from mlx_dflash.chat.conversation import Conversation
 from mlx_dflash.chat.settings import Settings
 from mlx_dflash.checkpoints.drafts import load_draft
@@ -17,13 +18,19 @@ from mlx_dflash.pair import Pair
 
 
 def make(target, draft, template=TEMPLATE, max_tokens=20, **options):
-    return Conversation(
-        target, byte_tokenizer(chat_template=template), draft, settings=Settings(max_tokens=max_tokens, **options)
-    )
+    chosen = Settings(max_tokens=max_tokens)
+    return Conversation(target, byte_tokenizer(chat_template=template), draft, settings=chosen, **options)
 
 
 def say(conversation, text, **options):
     return "".join(piece for _, piece in conversation.ask(text, **options))
+
+
+def rendered(conversation):
+    """The template's text of all messages and the beginning of another answer."""
+    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    messages = system + conversation.messages
+    return conversation.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def assert_caches_equal_fresh(conversation):
@@ -32,7 +39,7 @@ def assert_caches_equal_fresh(conversation):
     fresh = make_prompt_cache(conversation.model, conversation.draft)
     session = open_session(Pair(conversation.model, conversation.draft), mx.array(covered), 1, prompt_cache=fresh)
     list(emit(session, mx.array(covered)))
-    for i, (kept, new) in enumerate(zip(conversation._caches, fresh)):
+    for i, (kept, new) in enumerate(zip(conversation.caches, fresh)):
         assert kept.offset == len(covered), (
             f"cache {i} covers {kept.offset} tokens, the conversation has {len(covered)}"
         )
@@ -91,7 +98,7 @@ def test_dropped_reasoning_goes_back_to_the_common_beginning(target, draft):
     say(conversation, "more")
     kept = byte_tokenizer().decode(conversation.covered[: conversation.turn.num_cached])
     assert kept == "user: hi<eos>assistant: " and not conversation.turn.notices
-    assert "<think>" not in conversation._render()[: -len("<think>")]
+    assert "<think>" not in rendered(conversation)[: -len("<think>")]
     assert_caches_equal_fresh(conversation)
     assert_answer_is_plain(conversation, conversation.turn.num_cached + conversation.turn.num_read)
 
@@ -110,8 +117,7 @@ def test_stopping_an_answer_keeps_what_was_said(target, draft):
 
 
 def test_stopping_the_reading_unsends_the_message(target, draft):
-    conversation = make(target, draft)
-    conversation.options["prefill_step_size"] = 8
+    conversation = make(target, draft, prefill_step_size=8)
     say(conversation, "hello")
     messages, covered = list(conversation.messages), conversation.covered
     calls = []
@@ -136,11 +142,11 @@ def test_failure_in_an_answer_unsends_the_message_and_the_chat_goes_on(target, d
     conversation = make(target, draft)
     say(conversation, "hello")
     messages = list(conversation.messages)
-    conversation.options["block_size"] = 999
+    conversation.settings.max_tokens = 0
     with pytest.raises(ValueError):
         say(conversation, "and?")
     assert conversation.messages == messages
-    del conversation.options["block_size"]
+    conversation.settings.max_tokens = 20
     say(conversation, "and?")
     assert_caches_equal_fresh(conversation)
 
@@ -161,9 +167,9 @@ def test_saved_conversation_goes_on(target, draft, name, tmp_path):
     file_name = str(tmp_path / name)
     conversation = make(target, draft)
     say(conversation, "hello")
-    conversation.save(file_name, {"model": "tiny"} if name.endswith("safetensors") else None)
+    files.save(conversation, file_name, {"model": "tiny"})
     resumed = make(target, draft)
-    has_caches = resumed.load(file_name, {"model": "tiny"})
+    has_caches = files.load(resumed, file_name, {"model": "tiny"})
     assert has_caches == name.endswith("safetensors") and resumed.messages == conversation.messages
     assert say(resumed, "and?") == say(conversation, "and?")
     assert resumed.turn.num_cached == (conversation.turn.num_cached if has_caches else 0)
@@ -174,17 +180,17 @@ def test_files_of_others_are_refused(target, draft, tmp_path):
     conversation = make(target, draft)
     say(conversation, "hello")
     file_name = str(tmp_path / "chat.safetensors")
-    conversation.save(file_name, {"model": "tiny"})
+    files.save(conversation, file_name, {"model": "tiny"})
     with pytest.raises(ValueError, match="model tiny, this chat has other"):
-        make(target, draft).load(file_name, {"model": "other"})
+        files.load(make(target, draft), file_name, {"model": "other"})
     (tmp_path / "list.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected a saved conversation"):
-        conversation.load(str(tmp_path / "list.json"))
+        files.load(conversation, str(tmp_path / "list.json"), {})
     from mlx_dflash import save_prompt_cache
 
-    save_prompt_cache(file_name, conversation._caches, {})
+    save_prompt_cache(file_name, conversation.caches, {})
     with pytest.raises(ValueError, match="no record of a conversation"):
-        conversation.load(file_name)
+        files.load(conversation, file_name, {})
 
 
 def test_settings_refuse_what_makes_no_sense():
@@ -238,7 +244,7 @@ def test_any_conversation_leaves_caches_at_its_text(target, draft, actions):
         elif action == "system":
             conversation.system = value
         elif action == "stop":
-            say(conversation, "stop", should_stop=lambda: len(conversation.turn.tokens) >= value)
+            say(conversation, "stop", should_stop=lambda most=value: len(conversation.turn.tokens) >= most)
         elif action == "ask" or conversation.messages:
             say(conversation, conversation.undo() if action == "retry" else value)
             assert_answer_is_plain(conversation, conversation.turn.num_cached + conversation.turn.num_read)
@@ -246,4 +252,4 @@ def test_any_conversation_leaves_caches_at_its_text(target, draft, actions):
         assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert_caches_equal_fresh(conversation)
     text = conversation.tokenizer.decode(conversation.covered)
-    assert text.startswith(conversation._render()[: -len("assistant: ")][:20])
+    assert text.startswith(rendered(conversation)[: -len("assistant: ")][:20])

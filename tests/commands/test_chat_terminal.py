@@ -6,22 +6,19 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import pexpect
+import pyte
 import pytest
-from support.chat_fixtures import save_pair
+from rich.console import Console
+from rich.markdown import Markdown
 
-pexpect = pytest.importorskip("pexpect")
-pytest.importorskip("prompt_toolkit")
+from mlx_dflash.chat import view
+from mlx_dflash.chat.view import AnswerView
 
 ROOT = Path(__file__).parents[2]
-STATUS = r"\[\d+ tokens · [\d.]+ tokens/s · acceptance length [\d.]+ · about [\d.]+ x plain · context (\d+) of 4096, (\d+) read"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
+STATUS = r"\[\d+ tokens · [\d.]+ tokens/s · acceptance length [\d.]+ · context (\d+) of 4096, (\d+) read"
 
 
 def command(pair, *flags):
@@ -55,9 +52,9 @@ class Person:
         """Type a line at the prompt and press Enter."""
         self.child.send(text + "\r")
 
-    def interrupt(self):
-        """Press Ctrl-C a moment into the answer: before it, the key would be the line editor's."""
-        time.sleep(1)
+    def interrupt_answer(self, line):
+        """Press Ctrl-C in the answer to this line; before its first text, the line editor would get the key."""
+        self.see(rf"{line}\r+\n[!-~]{{2}}")
         self.child.sendcontrol("c")
 
     def leave(self):
@@ -122,13 +119,11 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(pair, tmp_path):
     person = Person(command(pair, "-m", "3000"), environment(tmp_path, TERM="dumb"))
     person.see(r"/help lists the commands[^>]*> ")
     person.type("go on for ever")
-    person.see(r"for ever\r+\n\S{2}")
-    person.interrupt()
+    person.interrupt_answer("for ever")
     person.see(r"read · stopped\]")
     # The same question again: whether another one is answered at length depends on where the first answer stopped.
     person.type("/retry")
-    person.see(r"/retry\r+\n\S{2}")
-    person.interrupt()
+    person.interrupt_answer("/retry")
     person.see(r"read · stopped\]\r+\n> ")
     person.type("/quit")
     person.child.expect(pexpect.EOF)
@@ -166,9 +161,6 @@ MARKDOWN = (
 
 def screen(write):
     """The lines, without blank ones, that stand on a terminal of 60 x 40 after write(console)."""
-    from rich.console import Console
-
-    pyte = pytest.importorskip("pyte")
     console = Console(file=io.StringIO(), force_terminal=True, width=60, height=40)
     write(console)
     terminal = pyte.Screen(60, 40)
@@ -178,14 +170,10 @@ def screen(write):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_markdown_shown_in_pieces_is_the_whole(size, monkeypatch):
-    from rich.markdown import Markdown
-
-    from mlx_dflash.chat import view
-
     monkeypatch.setattr(view, "_REFRESH_SECONDS", -1)
 
     def in_pieces(console):
-        with view.AnswerView(console, markdown=True) as answer:
+        with AnswerView(console, markdown=True) as answer:
             for i in range(0, len(MARKDOWN), size):
                 answer.feed("normal", MARKDOWN[i : i + size])
 
@@ -193,17 +181,13 @@ def test_markdown_shown_in_pieces_is_the_whole(size, monkeypatch):
 
 
 def test_reasoning_is_dimmed_and_on_its_own_lines():
-    from rich.console import Console
-
-    from mlx_dflash.chat.view import AnswerView
-
     console = Console(file=io.StringIO(), force_terminal=True, width=60)
-    with AnswerView(console, markdown=False) as view:
+    with AnswerView(console, markdown=False) as shown:
         for kind, text in [
             ("reasoning", "let me "),
             ("reasoning", "see"),
             ("normal", "\n\nyes"),
             ("normal", ", it is"),
         ]:
-            view.feed(kind, text)
+            shown.feed(kind, text)
     assert console.file.getvalue() == "\x1b[2mlet me \x1b[0m\x1b[2msee\x1b[0m\nyes, it is\n"

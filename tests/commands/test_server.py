@@ -9,19 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx_lm.server
 import pytest
 from support.chat_fixtures import TEMPLATE, save_pair
-
-pytest.importorskip("openai")
 from support.server_fixtures import mlx_lm_server, our_server, wait_until
 
 from mlx_dflash.server import __main__ as command
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 TOOL_TEMPLATE = TEMPLATE + "{% if false %}<tool_call>{{ tool_call.name }}{% endif %}"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,6 @@ import random
 import socket
 
 import pytest
-from support.chat_fixtures import save_pair
-
-pytest.importorskip("openai")
 from support.server_fixtures import our_server
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -66,8 +63,8 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with our_server(save_pair(tmp_path_factory.mktemp("pair"))) as both:
+def served(pair):
+    with our_server(pair) as both:
         yield both
 
 

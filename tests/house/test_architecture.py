@@ -49,6 +49,7 @@ MANY_PARAMETERS = {
     "stream_generate",
     "open_session",
     "load",
+    "Conversation.__init__",
     "Session.__init__",
     "Drafter.__init__",
     "Target.__init__",

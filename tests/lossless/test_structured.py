@@ -7,12 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
-from support.chat_fixtures import EOS_ID, SIZES, draft, save_pair, target  # noqa: F401
+from support.chat_fixtures import EOS_ID, SIZES, chat_draft, chat_target, save_pair
 from support.fixtures import byte_tokenizer
 
-pytest.importorskip("llguidance")
 from mlx_dflash.api import generate
+from mlx_dflash.checkpoints.drafts import load_draft
 from mlx_dflash.grammars import Grammars
+
+
+@pytest.fixture(scope="module")
+def target():
+    return chat_target()[0]
+
+
+@pytest.fixture(scope="module")
+def draft(target, tmp_path_factory):
+    return load_draft(str(chat_draft(tmp_path_factory.mktemp("draft"), target)))
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
-from mlx_dflash.checkpoints.drafts import load_draft
 from support.fixtures import (
     build_target,
     byte_tokenizer,
@@ -70,13 +68,3 @@ def save_pair(folder, template=TEMPLATE, more_tokens=(), **draft_changes):
     return save_target(folder / "target", model, config, tokenizer), chat_draft(
         folder / "draft", model, **draft_changes
     )
-
-
-@pytest.fixture(scope="module")
-def target():
-    return chat_target()[0]
-
-
-@pytest.fixture(scope="module")
-def draft(target, tmp_path_factory):
-    return load_draft(str(chat_draft(tmp_path_factory.mktemp("draft"), target)))

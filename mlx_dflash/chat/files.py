@@ -1,0 +1,73 @@
+"""Conversations in files: as JSON, or together with their caches in a .safetensors file of mlx-lm's prompt caches.
+
+Knows the files; knows nothing of templates, of generation or of the terminal.
+"""
+
+import json
+from typing import Any
+
+from ..caches.saved import load_prompt_cache, save_prompt_cache
+from .conversation import Conversation
+
+CACHE_SUFFIX = ".safetensors"
+_KEY = "conversation"  # of the metadata
+
+
+def save(conversation: Conversation, file_name: str, pair: dict[str, str]) -> None:
+    """Save a conversation as JSON, or with its caches if the name ends in .safetensors.
+
+    pair: names of the target and the draft, which are recorded with the caches. Raises ValueError if there are no
+    caches to save yet.
+    """
+    record = {
+        "system": conversation.system,
+        "messages": conversation.messages,
+        "drafting": conversation.drafting,
+    }
+    if not file_name.endswith(CACHE_SUFFIX):
+        with open(file_name, "w") as file:
+            json.dump(record, file, indent=1, ensure_ascii=False)
+        return
+    if not conversation.pieces:
+        raise ValueError("there is nothing to save yet")
+    metadata = {**pair, _KEY: json.dumps({**record, "pieces": conversation.pieces})}
+    save_prompt_cache(file_name, conversation.caches, metadata)
+
+
+def load(conversation: Conversation, file_name: str, pair: dict[str, str]) -> bool:
+    """Continue what save wrote; return whether its caches are in use, otherwise the next turn reads everything again.
+
+    pair: names that caches must have been saved with. Raises ValueError if they were not, or if the file holds no
+    conversation.
+    """
+    if not file_name.endswith(CACHE_SUFFIX):
+        with open(file_name) as file:
+            _resume(conversation, json.load(file))
+        return False
+    caches, metadata = load_prompt_cache(file_name, return_metadata=True)
+    if _KEY not in metadata:
+        raise ValueError(
+            f"{file_name} has caches, but no record of a conversation; a chat can continue only what a chat saved"
+        )
+    for name, expected in pair.items():
+        if metadata.get(name) != expected:
+            raise ValueError(f"{file_name} was saved with the {name} {metadata.get(name)}, this chat has {expected}")
+    record = json.loads(metadata[_KEY])
+    _resume(conversation, record)
+    if record["drafting"] != conversation.drafting or len(caches) != len(conversation.caches):
+        return False
+    conversation.caches, conversation.pieces = caches, [(text, tokens) for text, tokens in record["pieces"]]
+    return True
+
+
+def _resume(conversation: Conversation, record: Any) -> None:
+    """Give a conversation the messages of a record, and empty caches."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    ):
+        raise ValueError(
+            "expected a saved conversation: an object with the key 'messages', a list of objects with role and content"
+        )
+    conversation.reset()
+    conversation.messages, conversation.system = messages, record.get("system")
