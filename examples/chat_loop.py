@@ -1,4 +1,7 @@
-"""A chat in a few lines: type, read, Ctrl-D leaves. Each turn reads only what its caches lack. Run: python examples/chat_loop.py"""
+"""A chat in a few lines: type, read, Ctrl-D leaves. Each turn reads only what its caches lack.
+
+Run: python examples/chat_loop.py
+"""
 
 import sys
 
@@ -11,7 +14,7 @@ conversation = Conversation(model, tokenizer, load_draft("demo"), settings=Setti
 
 print("> ", end="", flush=True)
 for line in sys.stdin:
-    for kind, text in conversation.ask(line.strip()):
+    for _, text in conversation.ask(line.strip()):
         print(text, end="", flush=True)
     turn = conversation.turn
     print(

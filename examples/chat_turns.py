@@ -1,10 +1,13 @@
-"""Two turns of a chat that share one prompt cache: the second reads only its own tokens. Run: python examples/chat_turns.py"""
+"""Two turns of a chat that share one prompt cache: the second reads only its own tokens.
+
+Run: python examples/chat_turns.py
+"""
 
 from mlx_dflash import load, load_draft, make_prompt_cache, stream_generate
 
 model, tokenizer = load("demo")
 draft = load_draft("demo")
-cache = make_prompt_cache(model, draft)  # the target's caches, and the draft's behind them
+cache = make_prompt_cache(model, draft)  # the target's caches, followed by the draft's
 
 questions = ["My name is Ada. Say hello to me.", "What is my name?"]
 for turn, question in enumerate(questions):
