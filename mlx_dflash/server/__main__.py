@@ -75,7 +75,10 @@ def make_server(args: argparse.Namespace) -> tuple["Server", "Worker"]:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     metrics = Metrics()
     worker = Worker(Generator(args, metrics), metrics, args.max_queue)
-    httpd = Server(args, worker)
+    try:
+        httpd = Server(args, worker)
+    except OSError as error:
+        raise ValueError(f"cannot listen at {args.host}:{args.port}: {error}") from error
     try:
         worker.start()
     except BaseException:
@@ -89,10 +92,7 @@ def main() -> None:
     args = make_parser().parse_args()
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s")
     with user_errors():
-        try:
-            httpd, worker = make_server(args)
-        except OSError as error:
-            raise ValueError(f"cannot listen at {args.host}:{args.port}: {error}") from error
+        httpd, worker = make_server(args)
         address = f"http://{args.host}:{httpd.server_port}/v1"
         print(f"serving {worker.generator.provider.name} at {address}", file=sys.stderr, flush=True)
         try:

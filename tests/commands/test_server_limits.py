@@ -1,10 +1,14 @@
 """What the server lets a request ask for is what its target and its draft can do."""
 
+import socket
+
 import openai
 import pytest
 from support.chat_fixtures import EOS_ID, SIZES, TEMPLATE, save_pair
 from support.fixtures import build_target, byte_tokenizer, save_target, target_config
 from support.server_fixtures import our_server
+
+from mlx_dflash.server.__main__ import make_parser, make_server
 
 
 def ask(client, text="hi", **options):
@@ -34,3 +38,16 @@ def test_the_context_of_a_model_with_a_nested_config_is_a_limit(tmp_path):
         assert (longest.usage.prompt_tokens, longest.usage.completion_tokens) == (63, 1)
         with pytest.raises(openai.BadRequestError, match="the prompt has 100 tokens; the model's context has 64"):
             ask(client, "x" * (102 - prompt_tokens))
+
+
+def test_a_missing_model_is_not_taken_for_a_port_in_use(pair, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        flags = make_parser().parse_args(["--model", str(pair[0]), "--draft-model", "none", "--port", str(port)])
+        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
+            make_server(flags)
+    (tmp_path / "config.json").mkdir()
+    flags = make_parser().parse_args(["--model", str(tmp_path), "--draft-model", "none", "--port", "0"])
+    with pytest.raises((OSError, ValueError)) as caught:
+        make_server(flags)
+    assert "listen" not in str(caught.value)
