@@ -138,6 +138,7 @@ class Target:
         It may be called again, with fewer rows, until the next verify.
         """
         latest = self._pass
+        assert latest is not None, "commit before the first verify"
         assert 0 <= num_rows <= self._length - latest.first, (
             f"commit of {num_rows} of {self._length - latest.first} rows"
         )
@@ -223,7 +224,8 @@ class Target:
             self._publish()
         if len(outputs) == 1:
             return outputs[0]
-        return tuple(mx.concatenate(pieces, axis=1) for pieces in zip(*outputs))
+        logits, features = (mx.concatenate(list(pieces), axis=1) for pieces in zip(*outputs))
+        return logits, features
 
     def _run_by_kernels(self, parts: list[mx.array], before: rollback.Checkpoint) -> tuple[mx.array, mx.array]:
         """Run as _run does, by kernels where they are chosen; run again without them if the result is not finite."""

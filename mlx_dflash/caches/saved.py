@@ -4,9 +4,12 @@ The files are mlx-lm's: mlx-lm reads a saved cache of a target alone, and mlx-lm
 Knows of a draft only that it can make its caches.
 """
 
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
 
 from . import rollback
@@ -14,7 +17,8 @@ from .growing import GrowingKVCache
 from .lease import refuse_in_use
 from .windowed import WindowedKVCache
 
-load_prompt_cache = mlx_lm_cache.load_prompt_cache
+# What mlx and mlx-lm raise for a file that is cut short, or holds something else.
+_DAMAGES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
 _STOCK: dict[type, Any] = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache: mlx_lm_cache.RotatingKVCache}
 
 
@@ -97,10 +101,50 @@ def try_trim(prompt_cache: list[Any], rows: int) -> bool:
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
     """Save a prompt cache, with or without draft entries, to a .safetensors file.
 
-    metadata: text by name. Raises ValueError if a generation that has not ended uses the cache.
+    metadata: text by name. Raises ValueError if a generation that has not ended uses the cache, and for a kind of
+    cache that mlx-lm cannot load.
     """
     refuse_in_use(cache)
-    mlx_lm_cache.save_prompt_cache(file_name, [_stock(c) for c in cache], metadata)
+    stock = [_stock(c) for c in cache]
+    for entry in stock:
+        if not _can_be_loaded(type(entry).__name__):
+            raise ValueError(f"a {type(entry).__name__} cannot be saved: mlx-lm would not load it again")
+    mlx_lm_cache.save_prompt_cache(file_name, stock, metadata)
+
+
+def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
+    """Load a prompt cache that was saved by save_prompt_cache or by mlx-lm.
+
+    Returns the list of caches or, with return_metadata, (caches, metadata). Raises FileNotFoundError, or ValueError
+    that names the file if it holds anything else.
+    """
+    path = Path(file_name)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        _check_kinds(path)
+        caches, metadata = mlx_lm_cache.load_prompt_cache(str(path), return_metadata=True)
+        mx.eval([cache.state for cache in caches if not cache.empty()])
+    except (*_DAMAGES, RecursionError) as error:
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path} is no saved prompt cache: {told}") from error
+    return (caches, metadata) if return_metadata else caches
+
+
+def _check_kinds(path: Path) -> None:
+    """Raise ValueError if the file names other things than mlx-lm's caches: mlx-lm calls what it names."""
+    loaded: Any = mx.load(str(path), return_metadata=True)
+    metadata, kinds, _ = tree_unflatten(list(loaded[1].items()))
+    for kind in kinds:
+        if not _can_be_loaded(kind):
+            raise ValueError(f"it names {kind!r}, which is no cache of mlx-lm")
+    if metadata and not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata must be text by name")
+
+
+def _can_be_loaded(kind: str) -> bool:
+    found = getattr(mlx_lm_cache, kind, None)
+    return isinstance(found, type) and issubclass(found, mlx_lm_cache._BaseCache)
 
 
 def _stock(cache: Any) -> Any:

@@ -41,6 +41,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support import models
 from support.fixtures import TARGET_FAMILIES, byte_tokenizer, context_free_target, plain_tokens, tiny_target
 
+import mlx_dflash
+from mlx_dflash import api
+from mlx_dflash.caches import saved
 from mlx_dflash.target import Target
 
 ROWS = mx.arange(2 * 3 * 4).astype(mx.float32).reshape(1, 2, 3, 4)
@@ -139,12 +142,11 @@ def test_the_signatures_that_we_match():
 
 
 def test_our_signatures_begin_like_mlx_lms():
-    import mlx_dflash
-
-    for name in ("load", "generate", "stream_generate", "save_prompt_cache"):
-        home = caches if "cache" in name else mlx_lm
-        theirs = [p for p in parameters(getattr(home, name)) if p != "kwargs"]
-        assert parameters(getattr(mlx_dflash, name))[: len(theirs)] == theirs, name
+    ours = [mlx_dflash.load, api.generate, api.stream_generate, saved.save_prompt_cache, saved.load_prompt_cache]
+    for function in ours:
+        home = caches if "cache" in function.__name__ else mlx_lm
+        theirs = [p for p in parameters(getattr(home, function.__name__)) if p != "kwargs"]
+        assert parameters(function)[: len(theirs)] == theirs, function.__name__
 
 
 def test_responses_have_the_fields_that_we_fill():
