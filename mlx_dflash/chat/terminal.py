@@ -4,7 +4,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
@@ -15,11 +14,10 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console
 
 from ..commands.progress import prefill_bar
+from ..files.places import cache_folder
 from .commands import COMMANDS, Leave, run_command
 from .conversation import Conversation, plain_seconds_per_token
 from .view import AnswerView
-
-_HISTORY = Path("~/.cache/mlx_dflash/chat_history").expanduser()
 
 
 class Terminal:
@@ -126,8 +124,8 @@ def _reader() -> Callable[[], str]:
 
     completer = NestedCompleter.from_nested_dict({n: dict.fromkeys(c.choices) or None for n, c in COMMANDS.items()})
     try:
-        _HISTORY.parent.mkdir(parents=True, exist_ok=True)
-        history = FileHistory(str(_HISTORY))
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        history = FileHistory(str(cache_folder() / "chat_history"))
     except OSError:
         history = InMemoryHistory()
     session = PromptSession(

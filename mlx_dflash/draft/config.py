@@ -170,11 +170,7 @@ class DraftConfig:
             input_embedding_scale=reader.number("input_embedding_scale", 1.0),
             output_multiplier=reader.number("output_multiplier", 1.0) * reader.number("logit_scale", 1.0),
             value_scale=reader.number("attention_value_scale", 1.0),
-            has_sinks=reader.flag("attention_sink_bias"),
-            is_rope_interleaved=not (reader.flag("is_neox_style", True) and reader.flag("rope_is_neox_style", True)),
-            sample_from_anchor=reader.flag("sample_from_anchor"),
-            has_own_embedding=reader.flag("has_embed_tokens"),
-            has_own_head=reader.flag("has_lm_head"),
+            **_flags(reader),
             **_version_2(reader, hidden_size),
         )
         fields._check()
@@ -202,6 +198,16 @@ class DraftConfig:
             raise ValueError(
                 f"selector_top_k {self.selector_top_k} exceeds the {self.draft_vocab_size} rows of the head"
             )
+
+
+def _flags(reader: _Reader) -> dict[str, bool]:
+    return {
+        "has_sinks": reader.flag("attention_sink_bias"),
+        "is_rope_interleaved": not (reader.flag("is_neox_style", True) and reader.flag("rope_is_neox_style", True)),
+        "sample_from_anchor": reader.flag("sample_from_anchor"),
+        "has_own_embedding": reader.flag("has_embed_tokens"),
+        "has_own_head": reader.flag("has_lm_head"),
+    }
 
 
 def _version_2(reader: _Reader, hidden_size: int) -> dict[str, int | None]:
