@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from mlx_dflash.checkpoints.drafts import build_draft, read_draft, unpacked
 from mlx_dflash.draft.model import DraftModel
+from mlx_dflash.files.folders import new_folder, refuse_existing
 
 from .card import write_card
-from .output import cast, new_folder, refuse_existing, write_config, write_weights
+from .output import cast, write_config, write_weights
 
 
 class Quantization(NamedTuple):

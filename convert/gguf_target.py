@@ -7,11 +7,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mlx_dflash.files.folders import new_folder, refuse_existing
 from mlx_dflash.files.gguf import GGUFFile
 
 from .card import write_card
 from .gguf_models import model_config, model_weights
-from .output import cast, new_folder, refuse_existing, write_config, write_json, write_weights
+from .output import cast, write_config, write_json, write_weights
 
 EXACT_DTYPES = {"Q4_0": "float16", "Q4_1": "float16", "Q8_0": "float16", "F16": "float16", "BF16": "bfloat16"}
 

@@ -1,43 +1,9 @@
-"""Where a conversion writes: a folder that appears whole or not at all.
-
-Knows files and folders, safetensors and their index; does not know what a model is.
-"""
+"""The files that a conversion writes: safetensors with their index, and JSON. Does not know what a model is."""
 
 import json
-import shutil
-import uuid
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 import mlx.core as mx
-
-
-@contextmanager
-def new_folder(destination: str | Path) -> Iterator[Path]:
-    """Give an empty folder next to `destination` that takes its name when the body ends without an error.
-
-    Raises ValueError if the destination exists already or the body wrote nothing. On any error the folder is removed.
-    Of two processes that finish at once, one gets the name and the other a FileExistsError.
-    """
-    destination = Path(destination)
-    refuse_existing(destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    part = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.part"
-    part.mkdir()
-    try:
-        yield part
-        if not any(part.iterdir()):
-            raise ValueError(f"the conversion to {destination} wrote no file")
-        _take_name(part, destination)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def refuse_existing(destination: str | Path) -> None:
-    """Raise ValueError if there is anything under that name."""
-    if Path(destination).exists():
-        raise ValueError(f"{destination} exists already; remove it or choose another --mlx-path")
 
 
 def write_weights(folder: Path, weights: dict[str, mx.array]) -> None:
@@ -84,15 +50,3 @@ def write_config(folder: Path, config: dict) -> None:
     if "quantization" in config:
         config = {**config, "quantization_config": config["quantization"]}
     write_json(folder / "config.json", dict(sorted(config.items())))
-
-
-def _take_name(part: Path, destination: Path) -> None:
-    # A rename onto an empty folder would succeed, and one onto a full one fail with an error that names neither.
-    if destination.exists():
-        raise FileExistsError(f"{destination} was made by another process meanwhile")
-    try:
-        part.rename(destination)
-    except OSError as error:
-        if destination.exists():
-            raise FileExistsError(f"{destination} was made by another process meanwhile") from error
-        raise

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from mlx_dflash.files.folders import new_folder, refuse_existing
+
 from .draft import Quantization
-from .output import new_folder, refuse_existing
 
 
 def convert_target(hf_path: str, mlx_path: str | Path, quantization: Quantization | None = None, **options) -> Path:

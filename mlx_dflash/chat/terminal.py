@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
@@ -17,13 +16,12 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console
 
 from ..commands.progress import prefill_bar
+from ..files.places import cache_folder
 from ..models.context_length import context_length
 from .commands import COMMANDS, Leave, run_command
 from .conversation import Conversation
 from .files import load
 from .view import AnswerView
-
-_HISTORY = Path("~/.cache/mlx_dflash/chat_history").expanduser()
 
 
 class Terminal:
@@ -119,8 +117,8 @@ def _reader() -> Callable[[], str]:
 
     completer = NestedCompleter.from_nested_dict({n: dict.fromkeys(c.choices) or None for n, c in COMMANDS.items()})
     try:
-        _HISTORY.parent.mkdir(parents=True, exist_ok=True)
-        history = FileHistory(str(_HISTORY))
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        history = FileHistory(str(cache_folder() / "chat_history"))
     except OSError:
         history = InMemoryHistory()
     session = PromptSession(

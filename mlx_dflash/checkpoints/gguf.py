@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..draft.config import FULL, SLIDING
 from ..files.gguf import GROUP_SIZE, GGUFFile
-from .layouts import FULL, SLIDING
 from .names import plain_name
 
 ARCHITECTURES = ("dflash", "dflash-draft")

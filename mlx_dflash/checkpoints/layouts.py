@@ -6,17 +6,7 @@ network, which are refused by name. Knows no tensors; what a key must hold is ch
 
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-ARCHITECTURES = {
-    "DFlashDraftModel": 1,
-    "DFlashSpeculator": 1,
-    "Qwen3DFlashModel": 1,
-    "DFlash2DraftModel": 2,
-    "DFlash2Speculator": 2,
-    "Qwen3DFlash2Model": 2,
-}  # name -> version of DFlash
-VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+from ..draft.config import SLIDING, VERSION_2_KEYS, named_version
 
 # Keys of relatives of DFlash: key -> what it says.
 _FOREIGN_KEYS = {
@@ -90,9 +80,7 @@ def _refuse_relatives(config: dict[str, Any]) -> None:
     projector = nested.get("projector_type") or config.get("projector_type")
     if projector not in (None, "dflash"):
         raise ValueError(f"projector_type {projector!r} is not plain DFlash; its draft needs another network")
-    for name in _strings(config.get("architectures"))[:1]:
-        if name not in ARCHITECTURES:
-            raise ValueError(f"the draft's architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+    named_version(config)
 
 
 def _strings(value: Any) -> list[str]:
@@ -100,7 +88,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _from_speculators(config: dict[str, Any]) -> dict[str, Any]:
-    """speculators' layout: the backbone in transformer_layer_config, the rest beside it."""
+    """speculators' layout: the backbone in transformer_layer_config, the rest next to it."""
     kind = config["speculators_model_type"]
     if kind not in ("dflash", "dflash2"):
         raise ValueError(f"speculators_model_type {kind!r} is not supported; expected 'dflash' or 'dflash2'")
@@ -133,8 +121,8 @@ def _number_taps(config: dict[str, Any]) -> None:
         return
     if not isinstance(aux, list) or not all(isinstance(i, int) and i >= 1 for i in aux):
         raise ValueError(
-            f"aux hidden state layer ids must be numbers from 1 on, where layer l is l + 1; got {aux}. If they are layer "
-            "numbers already, name them target_layer_ids in dflash_config"
+            f"aux hidden state layer ids must be numbers from 1 on, where layer l is l + 1; got {aux}. If they are "
+            "layer numbers already, name them target_layer_ids in dflash_config"
         )
     nested["target_layer_ids"] = [i - 1 for i in aux]
 

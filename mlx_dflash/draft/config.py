@@ -1,14 +1,35 @@
 """The configuration of a DFlash draft, read from its config.json.
 
-Knows the keys of z-lab's layout, into which layouts.py brings the others, and what their absence means. Whatever
-would change the numbers and is not supported is refused by name; nothing is guessed.
+Knows the keys of z-lab's layout and what their absence means; knows no other layout. Whatever would change the numbers
+and is not supported is refused by name; nothing is guessed.
 """
 
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from ..checkpoints.layouts import ARCHITECTURES, FULL, SLIDING, VERSION_2_KEYS, zlab_layout
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURES = {
+    "DFlashDraftModel": 1,
+    "DFlashSpeculator": 1,
+    "Qwen3DFlashModel": 1,
+    "DFlash2DraftModel": 2,
+    "DFlash2Speculator": 2,
+    "Qwen3DFlash2Model": 2,
+}  # name -> version of DFlash
+VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def named_version(config: dict[str, Any]) -> int:
+    """Return the version of DFlash that a config's architecture names, 1 if it names none.
+
+    Raises ValueError for an architecture that is no draft's.
+    """
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else "DFlashDraftModel"
+    if name not in ARCHITECTURES:
+        raise ValueError(f"the draft's architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
 
 
 class _Reader:
@@ -16,7 +37,7 @@ class _Reader:
 
     def __init__(self, config: dict[str, Any]):
         self.top = config
-        self.nested = config["dflash_config"]
+        self.nested = config.get("dflash_config") or {}
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.nested.get(key)
@@ -107,11 +128,11 @@ class DraftConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "DraftConfig":
-        """Read the contents of a draft's config.json, in any layout that layouts.py knows.
+        """Read the contents of a draft's config.json in z-lab's layout.
 
         Raises ValueError that names the key for anything missing, malformed or not supported.
         """
-        reader = _Reader(zlab_layout(config))
+        reader = _Reader(config)
         if reader.top.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {reader.top['hidden_act']!r} is not supported; expected 'silu'")
         num_layers = reader.integer("num_hidden_layers")
@@ -149,11 +170,7 @@ class DraftConfig:
             input_embedding_scale=reader.number("input_embedding_scale", 1.0),
             output_multiplier=reader.number("output_multiplier", 1.0) * reader.number("logit_scale", 1.0),
             value_scale=reader.number("attention_value_scale", 1.0),
-            has_sinks=reader.flag("attention_sink_bias"),
-            is_rope_interleaved=not (reader.flag("is_neox_style", True) and reader.flag("rope_is_neox_style", True)),
-            sample_from_anchor=reader.flag("sample_from_anchor"),
-            has_own_embedding=reader.flag("has_embed_tokens"),
-            has_own_head=reader.flag("has_lm_head"),
+            **_flags(reader),
             **_version_2(reader, hidden_size),
         )
         fields._check()
@@ -183,10 +200,19 @@ class DraftConfig:
             )
 
 
+def _flags(reader: _Reader) -> dict[str, bool]:
+    return {
+        "has_sinks": reader.flag("attention_sink_bias"),
+        "is_rope_interleaved": not (reader.flag("is_neox_style", True) and reader.flag("rope_is_neox_style", True)),
+        "sample_from_anchor": reader.flag("sample_from_anchor"),
+        "has_own_embedding": reader.flag("has_embed_tokens"),
+        "has_own_head": reader.flag("has_lm_head"),
+    }
+
+
 def _version_2(reader: _Reader, hidden_size: int) -> dict[str, int | None]:
     """The sizes of DFlash 2: all four, or none."""
-    architecture = (reader.top.get("architectures") or ["DFlashDraftModel"])[0]
-    if ARCHITECTURES[architecture] == 1 and not any(reader.get(key) for key in VERSION_2_KEYS):
+    if named_version(reader.top) == 1 and not any(reader.get(key) for key in VERSION_2_KEYS):
         return dict.fromkeys(VERSION_2_KEYS)
     sizes = {key: reader.integer(key) for key in VERSION_2_KEYS}
     if hidden_size % sizes["conv_group_size"]:
@@ -237,15 +263,15 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
             raise ValueError(
                 f"the draft's config.json has {key} = {value!r}; expected a finite number, for the base one above 1"
             )
+    partial = scaling.pop("partial_rotary_factor", None) or reader.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0, all channels rotated")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind in ("default", "mrope"):
         # Text has the same position in all sections of a multimodal rope.
         return float(theta), None
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn")
-    partial = scaling.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0")
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", reader.integer("max_position_embeddings"))
     if not _is_number(scaling.get("factor")) or scaling["factor"] <= 0:

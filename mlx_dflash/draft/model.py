@@ -16,9 +16,8 @@ from mlx_lm.models.activations import swiglu
 
 from ..caches.growing import GrowingKVCache
 from ..caches.windowed import WindowedKVCache
-from ..checkpoints.layouts import SLIDING
 from ..kernels import Kernels, Sight
-from .config import DraftConfig
+from .config import SLIDING, DraftConfig
 from .conv import GroupedDynamicConv, convolve
 from .rope import make_rope
 from .selector import CandidateSelector
@@ -138,11 +137,11 @@ class KnownTargets:
 
 
 class DraftModel(nn.Module):
-    """A DFlash draft: fc and hidden_norm make context rows out of target features, layers turn a block into hidden rows.
+    """A DFlash draft: fc and hidden_norm make context rows of target features, layers turn a block into hidden rows.
 
     parts: which of OPTIONAL_PARTS the checkpoint has. mask_embedding (H,) fills the mask slots in place of the
     embedding of the mask token. embed_tokens and lm_head stand in for the target's. d2t (Vd,) int makes the head a
-    reduced one: its row i is token i + d2t[i]. kernels: runs the block's attention; without it, stock MLX operations do.
+    reduced one: its row i is token i + d2t[i]. kernels: what runs the block's attention, stock MLX operations if None.
     known_targets: a slot for pair.py, which the network itself does not read.
     """
 
@@ -219,7 +218,10 @@ class DraftModel(nn.Module):
             cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
 
     def context_kv(self, features: mx.array, offset: int = 0) -> tuple[mx.array, mx.array]:
-        """Return context keys and values (N, K, S, d) of all N layers, of features (1, S, T * D) from position offset on."""
+        """Return context keys and values (N, K, S, d) of all N layers.
+
+        features: (1, S, T * D). offset: the position of their first row.
+        """
         h = self.hidden_norm(self.fc(features.astype(self.dtype)))  # (1, S, H)
         N, K, d, S = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, h.shape[1]
         if self._fused_kv is not None:

@@ -6,13 +6,13 @@ file; knows nothing of what a verdict means.
 
 import hashlib
 import json
-import os
 import platform
-import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 
+from ..files.folders import write_file
+from ..files.places import cache_folder
 from .call import metal_source
 
 SOURCES = ("attention.metal", "attention_merge.metal", "matmul.metal")
@@ -27,10 +27,8 @@ def environment() -> str:
 
 
 def default_path() -> Path:
-    """The file in the user's cache directory, beside the other things this package keeps there."""
-    from huggingface_hub.constants import default_home
-
-    return Path(default_home) / "mlx_dflash" / "kernels.json"
+    """Where the verdicts are kept unless a caller says otherwise."""
+    return cache_folder() / "kernels.json"
 
 
 class Record:
@@ -49,10 +47,7 @@ class Record:
             return
         verdicts = self._read()
         verdicts.setdefault(environment(), {})[shape] = verdict
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-            json.dump(verdicts, file, indent=1)
-        os.replace(file.name, self.path)
+        write_file(self.path, json.dumps(verdicts, indent=1))
 
     def _read(self) -> dict:
         try:

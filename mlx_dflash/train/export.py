@@ -14,7 +14,8 @@ import mlx_dflash
 
 from ..draft.model import DraftModel
 from ..files.card import card
-from .files import replaced, save_arrays
+from ..files.folders import replaced_folder
+from .files import save_arrays
 
 
 def save_draft(
@@ -26,7 +27,7 @@ def save_draft(
         name: value.astype(element) if mx.issubdtype(value.dtype, mx.floating) else value
         for name, value in tree_flatten(draft.parameters())
     }
-    with replaced(folder) as part:
+    with replaced_folder(folder) as part:
         save_arrays(part / "model.safetensors", weights)
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (part / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4) + "\n")

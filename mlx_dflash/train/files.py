@@ -1,21 +1,10 @@
-"""Files and folders that are there whole or not at all, and that one process writes at a time. Knows files only."""
+"""Files that one process writes at a time, and that must have been begun with the same settings. Knows files only."""
 
 import fcntl
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 import mlx.core as mx
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in place of an older one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def open_alone(path: Path) -> TextIO:
@@ -36,35 +25,6 @@ def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
         mx.save_safetensors(str(path), arrays, metadata={"format": "pt"})
     except RuntimeError as error:
         raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
-
-
-@contextmanager
-def replaced(destination: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of `destination` when the body ends without an error."""
-    recover_replaced(destination)
-    part = destination.with_name(f".{destination.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        if destination.exists():
-            destination.rename(_old(destination))
-        part.rename(destination)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(_old(destination), ignore_errors=True)
-
-
-def recover_replaced(destination: Path) -> None:
-    """Bring the old folder back if the new one had not taken its place yet."""
-    old = _old(destination)
-    if old.exists() and not destination.exists():
-        old.rename(destination)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _old(destination: Path) -> Path:
-    return destination.with_name(f".{destination.name}.old")
 
 
 def refuse_other(path: Path, found: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .files import open_alone, recover_replaced, refuse_other, replaced, save_arrays, write_whole
+from ..files.folders import recover_folder, replaced_folder, write_file
+from .files import open_alone, refuse_other, save_arrays
 
 
 class RunFolder:
@@ -34,7 +35,7 @@ class RunFolder:
         if about.exists():
             refuse_other(self.path, json.loads(about.read_text()), settings, "another --out")
         elif is_writer:
-            write_whole(about, json.dumps(settings, indent=4) + "\n")
+            write_file(about, json.dumps(settings, indent=4) + "\n")
 
     def close(self) -> None:
         """Let other processes write here."""
@@ -47,7 +48,7 @@ class RunFolder:
 
     def save(self, state: dict[str, mx.array], counters: dict[str, Any]) -> None:
         """Write a checkpoint in place of the one before."""
-        with replaced(self.path / "checkpoint") as part:
+        with replaced_folder(self.path / "checkpoint") as part:
             save_arrays(part / "state.safetensors", state)
             (part / "counters.json").write_text(json.dumps(counters))
 
@@ -56,11 +57,11 @@ class RunFolder:
         folder = self.path / "checkpoint"
         if self.is_writer:
             for place in (folder, *self._drafts):
-                recover_replaced(place)
+                recover_folder(place)
         counters = json.loads((folder / "counters.json").read_text()) if folder.exists() else None
         if self.is_writer:
             kept = [line for line in self.log() if counters and line["step"] <= counters["step"]]
-            write_whole(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         return None if counters is None else (mx.load(str(folder / "state.safetensors")), counters)
 
     def drafts(self) -> list[Path]:

@@ -14,10 +14,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+<<<<<<< HEAD
 from ..models.probe import probe
 from ..models.structure import Structure
 from ..models.taps import features_of, tapped
 from .files import write_whole
+=======
+from ..files.folders import write_file
+from ..models.structure import Structure, features_of, tapped
+from ..target import probe
+>>>>>>> files2
 from .text.corpus import Sample
 
 TOP = 8  # tokens of the target's distribution that are kept
@@ -100,7 +106,7 @@ class LessonStore:
         folder.mkdir(parents=True, exist_ok=True)
         about, description = folder / "about.json", {**description, "dtype": str(dtype)}
         if not about.exists():
-            write_whole(about, json.dumps(description))
+            write_file(about, json.dumps(description))
         found = json.loads(about.read_text())
         if found != description:
             raise ValueError(

@@ -129,6 +129,28 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path, what, monkeypatch):
     assert not (tmp_path / "proof").exists()
 
 
+CRAFTED = {
+    "an extension": (b"\x80\x02\x82\x01.", "opcode EXT1"),
+    "bytes": (b"\x80\x04C\x01a.", "opcode SHORT_BINBYTES"),
+    "a name made on the stack": (b"\x80\x04\x8c\x05posix\x8c\x06system\x93.", "posix.system"),
+    "a storage that is called": (b"\x80\x02ctorch\nFloatStorage\n)R.", "damaged"),
+    "a dict of something": (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "damaged"),
+    "a memo of 4 G entries": (b"\x80\x02Nr\xff\xff\xff\xff.", "4294967295"),
+    "no end": (b"\x80\x02N", "mask_embedding.pt"),
+    "nothing on the stack": (b"\x80\x02.", "damaged"),
+}
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_crafted_pickles_are_refused(tmp_path, what):
+    pickled, message = CRAFTED[what]
+    file = tmp_path / "mask_embedding.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    with pytest.raises(ValueError, match=message):
+        read_torch_file(file)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -23,6 +23,7 @@ from support.fixtures import (
 
 import mlx_dflash
 from mlx_dflash.api import open_session
+from mlx_dflash.checkpoints.layouts import zlab_layout
 from mlx_dflash.draft.config import DraftConfig
 from mlx_dflash.emission import emit
 from mlx_dflash.pair import Pair
@@ -303,6 +304,9 @@ def test_tensors_of_relatives_are_refused_by_name(tmp_path, tensor, message):
         (dict(rope_theta=float("nan")), "rope_theta"),
         (dict(rope_theta="big"), "rope_theta"),
         (dict(rope_scaling=[4]), "objects"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)), "partial_rotary_factor 0.25"),
+        (dict(rope_scaling=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)), "partial_rotary_factor"),
         (dict(num_hidden_layers=True), "num_hidden_layers"),
         (dict(layer_types="full_attention"), "layer_types"),
         (dict(is_causal=None, dflash=dict(target_layer_ids=[0, 4])), "reach beyond"),
@@ -326,4 +330,4 @@ def test_malformed_values_are_named(change, message):
         assert DraftConfig.from_dict(config).draft_vocab_size == 50
         return
     with pytest.raises(ValueError, match=message):
-        DraftConfig.from_dict(config)
+        DraftConfig.from_dict(zlab_layout(config))

@@ -19,7 +19,7 @@ LEVELS = {
     "blas": 0,
     "block_size": 0,
     "host": 0,
-    "files": 1,
+    "files": 0,
     "kernels": 1,
     "accept": 1,
     "dice": 1,
