@@ -36,7 +36,7 @@ class Case:
 
     def __str__(self):
         flags = [f"window{self.sight.window}"] * bool(self.sight.window) + ["causal"] * self.sight.causal
-        flags += ["ring"] * self.sight.ring + ["block"] * self.has_block + ["sinks"] * self.has_sinks
+        flags += ["block"] * self.has_block + ["sinks"] * self.has_sinks
         return f"{str(self.dtype)[9:]}-{self.heads[0]}x{self.heads[1]}x{self.head_size}-L{self.rows}-" + "-".join(flags)
 
 
@@ -53,8 +53,7 @@ CASES = [
     Case(mx.bfloat16, 128, (4, 4), 7, Sight(causal=True, window=48), has_block=False),
     Case(mx.bfloat16, 128, (16, 2), 16, Sight(causal=True), has_block=False),
     Case(mx.bfloat16, 256, (6, 1), 8, has_block=False, has_sinks=True),
-    Case(mx.float16, 128, (4, 2), 2, Sight(window=96, ring=True)),
-    Case(mx.float32, 64, (4, 4), 7, Sight(causal=True, window=33, ring=True), has_block=False),
+    Case(mx.float16, 128, (4, 2), 2, Sight(window=96)),
     Case(mx.bfloat16, 64, (8, 1), 8, Sight(causal=True, window=5)),
     Case(mx.float32, 128, (4, 2), 9, Sight(window=5)),
 ]
@@ -62,19 +61,15 @@ POISON = float("nan")
 
 
 def problem(case: Case, context: int):
-    """Inputs as a model makes them: transposed views, spare capacity full of NaN, a ring that has wrapped."""
+    """Inputs as a model makes them: transposed views, spare capacity full of NaN."""
     mx.random.seed(context + 7)
     heads, kv_heads = case.heads
     normal = lambda *shape: mx.random.normal(shape).astype(case.dtype)
     held = context if case.has_block else context + case.rows
-    capacity = case.sight.window + case.rows if case.sight.ring else held + 9
     buffers = []
+    spare = mx.full((case.batch, kv_heads, 9, case.head_size), POISON, case.dtype)
     for _ in range(2):
-        rows = normal(case.batch, kv_heads, held, case.head_size)
-        buffer = mx.full((case.batch, kv_heads, capacity, case.head_size), POISON, case.dtype)
-        kept = mx.arange(max(0, held - capacity), held)
-        buffer[:, :, kept % capacity] = rows[:, :, kept]
-        buffers.append(buffer)
+        buffers.append(mx.concatenate([normal(case.batch, kv_heads, held, case.head_size), spare], axis=2))
     turned = lambda num_heads: normal(case.batch, case.rows, num_heads, case.head_size).transpose(0, 2, 1, 3)
     block = (turned(kv_heads), turned(kv_heads)) if case.has_block else None
     sinks = normal(heads) if case.has_sinks else None
@@ -82,13 +77,12 @@ def problem(case: Case, context: int):
     return q, Keys(*buffers, context, block), case.sight, SCALE, sinks
 
 
-def dense(buffer, keys, index, sight, rows):
-    """Float64 keys (index 0) or values (1) in order of position 0 .. n + L; rows a ring has lost are NaN."""
-    held, capacity = keys.length + (0 if keys.block else rows), buffer.shape[2]
-    found = np.full((*buffer.shape[:2], held, buffer.shape[3]), np.nan)
-    j = np.arange(max(0, held - capacity) if sight.ring else 0, held)
-    found[:, :, j] = wide(buffer)[:, :, j % capacity]
-    return np.concatenate([found, wide(keys.block[index])], axis=2) if keys.block else found
+def dense(keys, rows):
+    """Float64 keys and values in order of position, 0 .. n + L."""
+    if keys.block is None:
+        return [wide(buffer)[:, :, : keys.length + rows] for buffer in (keys.keys, keys.values)]
+    parts = zip((keys.keys, keys.values), keys.block)
+    return [np.concatenate([wide(buffer)[:, :, : keys.length], wide(block)], axis=2) for buffer, block in parts]
 
 
 def visible(rows, length, sight):
@@ -104,9 +98,8 @@ def visible(rows, length, sight):
 def dense_attention(q, keys, sight, scale, sinks, dtype=np.float64):
     """Attention by its definition, (B, Hq, L, d) in numpy's dtype: every sum adds its terms one after another."""
     seen = visible(q.shape[2], keys.length, sight)
-    k, v = (dense(buffer, keys, i, sight, q.shape[2]) for i, buffer in enumerate((keys.keys, keys.values)))
-    groups = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(np.where(seen.any(0)[:, None], x, 0), groups, axis=1).astype(dtype) for x in (k, v))
+    groups = q.shape[1] // keys.keys.shape[1]
+    k, v = (np.repeat(x, groups, axis=1).astype(dtype) for x in dense(keys, q.shape[2]))
     q = wide(q, dtype)
     scores = np.zeros((*q.shape[:3], k.shape[2]), dtype)
     for c in range(q.shape[3]):
