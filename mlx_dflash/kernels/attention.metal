@@ -7,7 +7,7 @@
 // Template: T element type; G query heads per key/value head; D head size; RTG row tiles, DS slices of D and KS slices of
 // a key tile, one simdgroup for each combination; BK keys per tile; BLOCK: the block has its own arrays (else it lies
 // behind the context, in the same buffers); CAUSAL: block row i sees block keys 0..i; WINDOW: a row sees keys less than
-// that far away (0: all); RING: key j lies in row j % C.
+// that far away (0: all).
     // q: [B, Hk * G, L, D]; keys, values: [B, Hk, C, D]; block_keys, block_values: [B, Hk, L, D]; length: [B], n; scale: [1]
     // partial: [B, Hk, P, RP, D]; maximum, total: [B, Hk, P, RP], with P = splits * KS and RP = padded rows
     const int L = q_shape[2];
@@ -43,7 +43,6 @@
     const int share = ((n + L - first + splits - 1) / splits + BK - 1) / BK * BK;
     const int begin = first + split * share;
     const int end = min(n + L, begin + share);
-    const int wrapped = RING ? first / keys_shape[2] * keys_shape[2] : 0;
     const device T* context_keys = keys + b * keys_strides[0] + head * keys_strides[1];
     const device T* context_values = values + b * values_strides[0] + head * values_strides[1];
     const device T* own_keys = block_keys + b * block_keys_strides[0] + head * block_keys_strides[1];
@@ -71,9 +70,8 @@
                 k = *(const device uint4*)(own_keys + (j - n) * block_keys_strides[2] + col);
                 w = *(const device uint4*)(own_values + (j - n) * block_values_strides[2] + col);
             } else if (j < end) {
-                const int slot = RING && j - wrapped >= keys_shape[2] ? j - wrapped - keys_shape[2] : j - wrapped;
-                k = *(const device uint4*)(context_keys + slot * keys_strides[2] + col);
-                w = *(const device uint4*)(context_values + slot * values_strides[2] + col);
+                k = *(const device uint4*)(context_keys + j * keys_strides[2] + col);
+                w = *(const device uint4*)(context_values + j * values_strides[2] + col);
             }
             staged_keys[(row * LD + col) / EPV] = k;
             staged_values[(row * LD + col) / EPV] = w;

@@ -37,16 +37,11 @@ class Sight:
     """Which keys a query row sees. Row i of the block stands at position length + i.
 
     causal: block row i sees block rows 0..i, else all of them. window: a row sees only keys less than window
-    positions away, in the block both ways; 0 for all keys. ring: the buffers hold key j in row j mod C; window <= C.
+    positions away, in the block both ways; 0 for all keys.
     """
 
     causal: bool = False
     window: int = 0
-    ring: bool = False
-
-    def __post_init__(self):
-        if self.ring and not self.window:
-            raise ValueError("a ring buffer holds the last rows of a window: give the window with ring=True")
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,6 @@ def partial_call(q: mx.array, keys: Keys, sight: Sight, scale: float, cut: Geome
             "BLOCK": keys.block is not None,
             "CAUSAL": sight.causal,
             "WINDOW": sight.window,
-            "RING": sight.ring,
         },
         grid=(kv_heads * cut.row_groups * cut.simdgroups * 32, batch, cut.splits),
         threadgroup=(cut.simdgroups * 32, 1, 1),
@@ -181,27 +175,17 @@ def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.ar
     q: (B, Hq, L, d), rotated. scale: factor of the scores. sinks: (Hq,) extra logits, or None. Returns (B, Hq, L, d).
     Without keys.block it reads a view of the buffers and copies nothing.
     """
-    rows, capacity = q.shape[2], keys.keys.shape[2]
-    num_keys = keys.length if keys.block else keys.length + rows
-    start = 0
-    if sight.ring:
-        order = mx.arange(max(0, num_keys - capacity), num_keys)
-        start, k, v = (
-            max(0, num_keys - capacity),
-            keys.keys[:, :, order % capacity],
-            keys.values[:, :, order % capacity],
-        )
-    else:
-        k, v = keys.keys[..., :num_keys, :], keys.values[..., :num_keys, :]
+    rows = q.shape[2]
+    num_rows = keys.length if keys.block else keys.length + rows  # of the buffers
+    k, v = keys.keys[..., :num_rows, :], keys.values[..., :num_rows, :]
     if keys.block:
         k, v = (mx.concatenate([x, own], axis=2) for x, own in zip((k, v), keys.block))
-    mask = block_mask(rows, keys.length, sight, start)
-    return STOCK(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    return STOCK(q, k, v, scale=scale, mask=block_mask(rows, keys.length, sight), sinks=sinks)
 
 
-def block_mask(rows: int, length: int, sight: Sight, start: int = 0) -> mx.array | str | None:
-    """The mask stock attention takes for keys start .. length + rows: None, "causal", or a (rows, keys) bool array."""
-    if not sight.window or length + rows - start <= sight.window:
+def block_mask(rows: int, length: int, sight: Sight) -> mx.array | str | None:
+    """The mask that stock attention takes: None, "causal", or a (rows, length + rows) bool array."""
+    if not sight.window or length + rows <= sight.window:
         return "causal" if sight.causal else None
-    distance = mx.arange(length, length + rows)[:, None] - mx.arange(start, length + rows)[None]
+    distance = mx.arange(length, length + rows)[:, None] - mx.arange(length + rows)[None]
     return (distance < sight.window) & (distance >= (0 if sight.causal else 1 - sight.window))

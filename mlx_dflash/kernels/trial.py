@@ -40,7 +40,6 @@ class AttentionShape:
         flags = [
             self.sight.causal and "causal",
             self.sight.window and f"window {self.sight.window}",
-            self.sight.ring and "ring",
             self.has_block and "block apart",
             self.has_sinks and "sinks",
             self.batch > 1 and f"batch {self.batch}",
@@ -56,10 +55,7 @@ class AttentionShape:
         own = lambda: normal(self.batch, self.kv_heads, self.rows, self.head_size)
         block = (own(), own()) if self.has_block else None
         held = length if self.has_block else length + self.rows
-        if self.sight.ring:
-            held = self.sight.window + self.rows
-        spare_rows = 0 if self.sight.ring else 64
-        spare = mx.full((self.batch, self.kv_heads, spare_rows, self.head_size), float("nan"), self.dtype)
+        spare = mx.full((self.batch, self.kv_heads, 64, self.head_size), float("nan"), self.dtype)
         rows = [normal(self.batch, self.kv_heads, held, self.head_size) for _ in range(2)]
         buffers = [mx.concatenate([x, spare], axis=2) for x in rows]
         sinks = normal(self.heads) if self.has_sinks else None

@@ -256,11 +256,6 @@ def test_unknown_mode_is_refused():
         Kernels("on")
 
 
-def test_ring_without_a_window_is_refused():
-    with pytest.raises(ValueError, match="window"):
-        Sight(ring=True)
-
-
 def test_import_reads_no_kernel_text_and_makes_no_kernel():
     program = """
 import mlx.core as mx
