@@ -3,11 +3,11 @@
 import argparse
 import sys
 import time
+from dataclasses import MISSING, fields
 from typing import Any
 
-from .loss import Weighting
 from .new_draft import SIZES
-from .trainer import Recipe
+from .options import FitOptions
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--features",
         choices=("disk", "recompute"),
-        default="disk",
         help="keep the target's features on disk, or compute them at each visit",
     )
     add(
@@ -29,16 +28,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float16", "float32"),
         help="of the features on disk (default: bfloat16)",
     )
-    add("--max-length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
+    add("--max-length", type=int, help="tokens of a sample (default: %(default)s)")
     add(
         "--valid-data",
         metavar="FILE",
         help="text to measure acceptance on (default: some of --data, which are then not learned)",
     )
-    add("--valid-count", type=int, default=16, help="greedy samples of it (default: %(default)s)")
-    add("--valid-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
-    add("--valid-every", type=int, default=200, help="updates (default: %(default)s)")
-    add("--save-every", type=int, default=50, help="updates between checkpoints (default: %(default)s)")
+    add("--valid-count", type=int, help="greedy samples of it (default: %(default)s)")
+    add("--valid-tokens", type=int, help="tokens of each (default: %(default)s)")
+    add("--valid-every", type=int, help="updates (default: %(default)s)")
+    add("--save-every", type=int, help="updates between checkpoints (default: %(default)s)")
+    parser.set_defaults(**{f.name: f.default for f in fields(FitOptions) if f.default is not MISSING})
 
 
 def _add_shape_flags(group: Any) -> None:
@@ -60,7 +60,6 @@ def _add_shape_flags(group: Any) -> None:
     add(
         "--save-dtype",
         choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
         help="of the drafts that are written (default: %(default)s)",
     )
 
@@ -69,11 +68,9 @@ def _add_recipe_flags(group: Any) -> None:
     add = group.add_argument
     length = group.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="updates (default: as many as --visits makes)")
-    length.add_argument(
-        "--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)"
-    )
-    add("--batch-size", type=int, default=4, help="samples of an update (default: %(default)s)")
-    add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
+    length.add_argument("--visits", type=float, help="how often each sample is visited (default: %(default)s)")
+    add("--batch-size", type=int, help="samples of an update (default: %(default)s)")
+    add("--anchors", type=int, help="blocks of a sample at a visit (default: %(default)s)")
     add(
         "--block-sizes",
         type=int,
@@ -81,78 +78,42 @@ def _add_recipe_flags(group: Any) -> None:
         metavar="N",
         help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)",
     )
-    add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
+    add("--learning-rate", type=float, help="greatest (default: %(default)s)")
     add("--warmup", type=int, help="updates in which it rises (default: a tenth of them, at most 100)")
-    add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
-    add("--clip", type=float, default=1.0, help="greatest norm of a gradient (default: %(default)s)")
+    add("--weight-decay", type=float, help="of AdamW (default: %(default)s)")
+    add("--clip", type=float, help="greatest norm of a gradient (default: %(default)s)")
     add(
         "--decay",
         type=float,
-        default=3.0,
         help="slots in which a slot's weight falls by a factor e (default: %(default)s)",
     )
     add(
         "--soft",
         type=float,
-        default=0.5,
         help="share of the target's own distribution in the loss (default: %(default)s)",
     )
     add("--loss-vocab", type=int, help="compute the loss over this many tokens only, the most frequent of the data")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: %(default)s)")
     add("--grad-checkpoint", action="store_true", help="compute layers twice, which saves memory")
-    add("--seed", type=int, default=0, help="of weights, order and anchors (default: %(default)s)")
+    add("--seed", type=int, help="of weights, order and anchors (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Prepare everything, train, and report."""
-    import mlx.core as mx
+    from .fitting import Fit
 
-    from .fit import Fit
-
-    for name, least in (
-        ("max_length", 3),
-        ("valid_every", 1),
-        ("save_every", 1),
-        ("valid_tokens", 2),
-        ("valid_count", 0),
-        ("seed", 0),
-    ):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}")
-    if not 0 < args.visits < float("inf"):
-        raise ValueError(f"--visits must be above 0, got {args.visits}")
-    if args.feature_dtype and args.features == "recompute":
-        raise ValueError("--feature-dtype is of the features on disk; with --features recompute there are none")
-    weighting = Weighting(args.decay, args.soft)
-    group = mx.distributed.init()
+    options = FitOptions(**{field.name: getattr(args, field.name) for field in fields(FitOptions)})
     began = time.perf_counter()
-    fit = Fit(args, group)
-    steps = fit.steps_of_visits(args.visits) if args.steps is None else args.steps
-    warmup = min(100, steps // 10) if args.warmup is None else args.warmup
-    recipe = Recipe(
-        steps,
-        args.batch_size,
-        args.anchors,
-        tuple(args.block_sizes or ()),
-        args.learning_rate,
-        warmup,
-        args.weight_decay,
-        args.clip,
-        args.seed,
-        args.dtype,
-        args.grad_checkpoint,
-    )
-    trainer = fit.trainer(recipe, weighting)
-    if group.rank() == 0:
-        print(fit.plan(trainer), file=sys.stderr)
-    try:
-        fit.train(trainer, progress_bar)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        fit.run.close()
-    if group.rank() == 0:
+    with Fit(options) as fit:
+        is_first = fit.group.rank() == 0
+        if is_first:
+            print(fit.plan(), file=sys.stderr)
+        try:
+            fit.train(progress_bar)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            sys.exit(130)
+    if is_first:
         print(fit.report(time.perf_counter() - began))
 
 
