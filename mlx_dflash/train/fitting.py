@@ -25,7 +25,6 @@ from .new_draft import SIZES, draft_config, initialize
 from .options import FitOptions
 from .replay import replay
 from .samples import FreshLessons, order_of_visit, read_material, stored_lessons, unused_token
-from .text.corpus import read_header
 from .trainer import Head, Trainer
 
 Bar = Callable[[int, str, str], Any]
@@ -249,52 +248,6 @@ class Fit:
     def _save(self) -> None:
         if self.group.rank() == 0:
             self.run.save(self.trainer.state(), {"step": self.step, "best": self.best})
-
-    # What is told.
-
-    def plan(self) -> str:
-        """What will be done, in a few lines."""
-        config, material, recipe = self.draft.config, self.material, self.trainer.recipe
-        lines = [
-            f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, from {self.origin}",
-            f"data: {self.num_learned} samples, {len(material.measured)} held out, {material.num_left_out} left out: too short, or also held out",
-            f"updates: {self.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, on {self.group.size()} machines",
-        ]
-        # A name is all that a file tells: the same target may have another one on another machine.
-        others = {str(read_header(path).get("target", self.options.model)) for path in self.options.data} - {
-            self.options.model
-        }
-        lines += [
-            f"text: made with {other}, not {self.options.model}; a draft learns best from the answers of its own target"
-            for other in sorted(others)
-        ]
-        _, known = map(np.array, self.trainer.head.columns.of(mx.arange(config.vocab_size)))
-        if not known.all():
-            share = self.counts[known].sum() / max(1, self.num_tokens)
-            lines.append(f"head: {known.sum()} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
-        return "\n".join(lines)
-
-    def report(self, seconds: float) -> str:
-        """What came of it, in a few lines."""
-        log = self.run.log()
-        losses = [line["loss"] for line in log if "loss" in line]
-        reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
-        speeds = [line for line in log if "blocks_per_second" in line]
-        lines = [
-            f"{self.step} updates, {seconds:.0f} s; loss "
-            + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])
-        ]
-        if speeds:
-            blocks, tokens = (
-                np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens")
-            )
-            lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
-        if reached:
-            lines.append(
-                "tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:])
-            )
-        lines.append("drafts: " + " and ".join(str(path) for path in self.run.drafts()))
-        return "\n".join(lines)
 
 
 def _with(config: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class FitOptions:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return what the result depends on, as JSON holds it; a run that goes on must have been begun with the same."""
+        """Return what the result depends on, as JSON holds it; only a run with the same settings can be continued."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FREE}
         paths = {
             name: None if found[name] is None else str(found[name]) for name in ("model", "init_draft", "valid_data")

@@ -4,10 +4,17 @@ import argparse
 import sys
 import time
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
 
 from .new_draft import SIZES
 from .options import FitOptions
+from .text.corpus import read_header
+
+if TYPE_CHECKING:
+    from .fitting import Fit
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,14 +114,61 @@ def run(args: argparse.Namespace) -> None:
     with Fit(options) as fit:
         is_first = fit.group.rank() == 0
         if is_first:
-            print(fit.plan(), file=sys.stderr)
+            print(plan(fit), file=sys.stderr)
         try:
             fit.train(progress_bar)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
             sys.exit(130)
     if is_first:
-        print(fit.report(time.perf_counter() - began))
+        print(report(fit, time.perf_counter() - began))
+
+
+def plan(fit: "Fit") -> str:
+    """What will be done, in a few lines."""
+    config, material, recipe = fit.draft.config, fit.material, fit.trainer.recipe
+    lines = [
+        f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, "
+        f"from {fit.origin}",
+        f"data: {fit.num_learned} samples, {len(material.measured)} held out, "
+        f"{material.num_left_out} left out: too short, or also held out",
+        f"updates: {fit.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, "
+        f"on {fit.group.size()} machines",
+    ]
+    # A name is all that a file tells: the same target may have another one on another machine.
+    others = {str(read_header(path).get("target", fit.options.model)) for path in fit.options.data} - {
+        fit.options.model
+    }
+    lines += [
+        f"text: made with {other}, not {fit.options.model}; a draft learns best from the answers of its own target"
+        for other in sorted(others)
+    ]
+    _, known = map(np.array, fit.trainer.head.columns.of(mx.arange(config.vocab_size)))
+    if not known.all():
+        share = fit.counts[known].sum() / max(1, fit.num_tokens)
+        lines.append(f"head: {known.sum()} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
+    return "\n".join(lines)
+
+
+def report(fit: "Fit", seconds: float) -> str:
+    """What came of it, in a few lines."""
+    log = fit.run.log()
+    losses = [line["loss"] for line in log if "loss" in line]
+    reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
+    speeds = [line for line in log if "blocks_per_second" in line]
+    lines = [
+        f"{fit.step} updates, {seconds:.0f} s; loss "
+        + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])
+    ]
+    if speeds:
+        blocks, tokens = (np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens"))
+        lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
+    if reached:
+        lines.append(
+            "tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:])
+        )
+    lines.append("drafts: " + " and ".join(str(path) for path in fit.run.drafts()))
+    return "\n".join(lines)
 
 
 def progress_bar(total: int, description: str, unit: str) -> Any:

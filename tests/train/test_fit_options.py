@@ -3,10 +3,10 @@
 import json
 
 import pytest
-
-from mlx_dflash.train import FitOptions, fit
 from support.training import fit as fit_by_command
 from support.training import place  # noqa: F401
+
+from mlx_dflash.train import FitOptions, fit
 
 # What run.json of a run without any option held when options were still the flags themselves.
 DEFAULTS = {
@@ -26,7 +26,7 @@ def test_settings_are_those_that_earlier_runs_wrote():
     )
 
 
-def test_a_run_of_the_command_line_is_continued_from_python(place, tmp_path):
+def test_a_run_of_the_command_line_is_continued_from_python(place, tmp_path):  # noqa: F811
     fit_by_command(place, tmp_path / "run", steps=4)
     begun = json.loads((tmp_path / "run" / "run.json").read_text())
     options = FitOptions(
