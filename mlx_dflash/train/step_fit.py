@@ -83,7 +83,8 @@ def _add_recipe_flags(group: Any) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)",
+        help="block sizes that the updates take in turn, so that the draft is also good at shorter blocks "
+        "(default: the block size of the draft)",
     )
     add("--learning-rate", type=float, help="greatest (default: %(default)s)")
     add("--warmup", type=int, help="updates in which it rises (default: a tenth of them, at most 100)")
