@@ -4,6 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mlx_dflash.train import FitOptions, fit
 from mlx_dflash.train.__main__ import main as train
 
 TARGET, DRAFT = "demo", "demo"  # or a target and its draft: folders or hub repositories
@@ -16,30 +17,18 @@ with tempfile.TemporaryDirectory() as work:
     train(["data", "--model", TARGET, "--text", folder, "--out", str(data), "--max-length", "256"])
 
     # Go on from the given draft, gently. Give --valid-data to see its acceptance on text of your own.
-    train(
-        [
-            "fit",
-            "--model",
-            TARGET,
-            "--data",
-            str(data),
-            "--out",
-            str(run),
-            "--init-draft",
-            DRAFT,
-            "--learning-rate",
-            "1e-4",
-            "--steps",
-            "10",
-            "--warmup",
-            "2",
-            "--batch-size",
-            "1",
-            "--save-every",
-            "5",
-            "--valid-count",
-            "0",
-        ]
+    options = FitOptions(
+        model=TARGET,
+        data=[data],
+        out=run,
+        init_draft=DRAFT,
+        learning_rate=1e-4,
+        steps=10,
+        warmup=2,
+        batch_size=1,
+        save_every=5,
+        valid_count=0,
     )
+    (draft,) = fit(options)
 
-    print(*sorted(str(path.relative_to(run)) for path in (run / "last").iterdir()), sep="\n")
+    print(*sorted(path.name for path in draft.iterdir()), sep="\n")

@@ -7,6 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
+from mlx_dflash.train import FitOptions, fit
 from mlx_dflash.train.__main__ import main as train
 
 TARGET = "demo"  # or any model of mlx-lm: a folder or a hub repository
@@ -38,35 +39,21 @@ with tempfile.TemporaryDirectory() as folder:
     )
 
     # One layer, copied from the target's last; two of the answers are not learned but measured.
-    train(
-        [
-            "fit",
-            "--model",
-            TARGET,
-            "--data",
-            str(data),
-            "--out",
-            str(run),
-            "--size",
-            "tiny",
-            "--loss-vocab",
-            "2048",
-            "--steps",
-            "40",
-            "--warmup",
-            "5",
-            "--save-every",
-            "10",
-            "--valid-every",
-            "20",
-            "--valid-count",
-            "2",
-            "--valid-tokens",
-            "40",
-            "--batch-size",
-            "2",
-        ]
+    options = FitOptions(
+        model=TARGET,
+        data=[data],
+        out=run,
+        size="tiny",
+        loss_vocab=2048,
+        steps=40,
+        warmup=5,
+        batch_size=2,
+        save_every=10,
+        valid_every=20,
+        valid_count=2,
+        valid_tokens=40,
     )
+    best, last = fit(options)
 
-    # What remains is an ordinary draft folder: load_draft(run / "best").
-    print((run / "best" / "README.md").read_text())
+    # What remains is an ordinary draft folder: load_draft(best).
+    print((best / "README.md").read_text())

@@ -23,8 +23,10 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
+from .. import pair
 from ..api import stream_generate
 from ..checkpoints.drafts import load, load_draft
+from ..checkpoints.known_pairs import NO_DRAFT, find_draft
 from ..commands.flags import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 from .figure import check_plot, plot
@@ -91,7 +93,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_dflash.benchmark", description="Measure a target and its draft.")
     add = parser.add_argument
     add("--model", default="demo", help="target: folder or repository; default: the demo pair's")
-    add("--draft-model", help="draft: folder or repository; default: the demo pair's, for the demo target")
+    add("--draft-model", help="draft: folder or repository; default: the public draft of the target, found by name")
     add(
         "--block-size",
         type=block_size,
@@ -124,9 +126,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--temp must not be negative, got {args.temp}")
     if args.constructed is not None and (args.model != "demo" or args.draft_model):
         parser.error("--constructed builds its own pair; give it without --model and --draft-model")
-    if args.model != "demo" and args.draft_model is None and args.constructed is None:
-        parser.error(f"--model {args.model} needs a --draft-model that was trained for it")
-    args.draft_model = args.draft_model or "demo"
     return args
 
 
@@ -134,14 +133,16 @@ def load_pair(args: argparse.Namespace) -> Pair:
     """Load or build the pair, and make its prompts. Raises ValueError for what does not fit together."""
     if args.constructed is not None:
         return _constructed_pair(args)
-    model, tokenizer = load(args.model)
-    draft = load_draft(args.draft_model)
+    if args.draft_model == NO_DRAFT:
+        raise ValueError(f"the benchmark measures a draft, got --draft-model {NO_DRAFT}")
+    model, tokenizer, draft = pair.load_pair(args.model, args.draft_model)
+    draft_model = args.draft_model or find_draft(args.model)
     cases = [
         (group if length is None else f"context {length}", _encode(tokenizer, prompt, length))
         for length in args.context or [None]
         for group, prompt in prompts(args.num_prompts)
     ]
-    return Pair(model, tokenizer, draft, cases, {"model": args.model, "draft_model": args.draft_model})
+    return Pair(model, tokenizer, draft, cases, {"model": args.model, "draft_model": draft_model})
 
 
 def prompts(count: int) -> list[tuple[str, str]]:

@@ -3,11 +3,18 @@
 import argparse
 import sys
 import time
-from typing import Any
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
 
-from .loss import Weighting
+import mlx.core as mx
+import numpy as np
+
 from .new_draft import SIZES
-from .trainer import Recipe
+from .options import FitOptions
+from .text.corpus import read_header
+
+if TYPE_CHECKING:
+    from .fitting import Fit
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +28,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--features",
         choices=("disk", "recompute"),
-        default="disk",
         help="keep the target's features on disk, or compute them at each visit",
     )
     add(
@@ -29,16 +35,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float16", "float32"),
         help="of the features on disk (default: bfloat16)",
     )
-    add("--max-length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
+    add("--max-length", type=int, help="tokens of a sample (default: %(default)s)")
     add(
         "--valid-data",
         metavar="FILE",
         help="text to measure acceptance on (default: some of --data, which are then not learned)",
     )
-    add("--valid-count", type=int, default=16, help="greedy samples of it (default: %(default)s)")
-    add("--valid-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
-    add("--valid-every", type=int, default=200, help="updates (default: %(default)s)")
-    add("--save-every", type=int, default=50, help="updates between checkpoints (default: %(default)s)")
+    add("--valid-count", type=int, help="greedy samples of it (default: %(default)s)")
+    add("--valid-tokens", type=int, help="tokens of each (default: %(default)s)")
+    add("--valid-every", type=int, help="updates (default: %(default)s)")
+    add("--save-every", type=int, help="updates between checkpoints (default: %(default)s)")
+    parser.set_defaults(**{f.name: f.default for f in fields(FitOptions) if f.default is not MISSING})
 
 
 def _add_shape_flags(group: Any) -> None:
@@ -60,7 +67,6 @@ def _add_shape_flags(group: Any) -> None:
     add(
         "--save-dtype",
         choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
         help="of the drafts that are written (default: %(default)s)",
     )
 
@@ -69,91 +75,101 @@ def _add_recipe_flags(group: Any) -> None:
     add = group.add_argument
     length = group.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="updates (default: as many as --visits makes)")
-    length.add_argument(
-        "--visits", type=float, default=6.0, help="how often each sample is visited (default: %(default)s)"
-    )
-    add("--batch-size", type=int, default=4, help="samples of an update (default: %(default)s)")
-    add("--anchors", type=int, default=32, help="blocks of a sample at a visit (default: %(default)s)")
+    length.add_argument("--visits", type=float, help="how often each sample is visited (default: %(default)s)")
+    add("--batch-size", type=int, help="samples of an update (default: %(default)s)")
+    add("--anchors", type=int, help="blocks of a sample at a visit (default: %(default)s)")
     add(
         "--block-sizes",
         type=int,
         nargs="+",
         metavar="N",
-        help="blocks that the updates take in turn, for a draft that shall also be good at shorter ones (default: its own)",
+        help="block sizes that the updates take in turn, so that the draft is also good at shorter blocks "
+        "(default: the block size of the draft)",
     )
-    add("--learning-rate", type=float, default=6e-4, help="greatest (default: %(default)s)")
+    add("--learning-rate", type=float, help="greatest (default: %(default)s)")
     add("--warmup", type=int, help="updates in which it rises (default: a tenth of them, at most 100)")
-    add("--weight-decay", type=float, default=0.01, help="of AdamW (default: %(default)s)")
-    add("--clip", type=float, default=1.0, help="greatest norm of a gradient (default: %(default)s)")
+    add("--weight-decay", type=float, help="of AdamW (default: %(default)s)")
+    add("--clip", type=float, help="greatest norm of a gradient (default: %(default)s)")
     add(
         "--decay",
         type=float,
-        default=3.0,
         help="slots in which a slot's weight falls by a factor e (default: %(default)s)",
     )
     add(
         "--soft",
         type=float,
-        default=0.5,
         help="share of the target's own distribution in the loss (default: %(default)s)",
     )
     add("--loss-vocab", type=int, help="compute the loss over this many tokens only, the most frequent of the data")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: %(default)s)")
     add("--grad-checkpoint", action="store_true", help="compute layers twice, which saves memory")
-    add("--seed", type=int, default=0, help="of weights, order and anchors (default: %(default)s)")
+    add("--seed", type=int, help="of weights, order and anchors (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Prepare everything, train, and report."""
-    import mlx.core as mx
+    from .fitting import Fit
 
-    from .fit import Fit
-
-    for name, least in (
-        ("max_length", 3),
-        ("valid_every", 1),
-        ("save_every", 1),
-        ("valid_tokens", 2),
-        ("valid_count", 0),
-        ("seed", 0),
-    ):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}")
-    if not 0 < args.visits < float("inf"):
-        raise ValueError(f"--visits must be above 0, got {args.visits}")
-    if args.feature_dtype and args.features == "recompute":
-        raise ValueError("--feature-dtype is of the features on disk; with --features recompute there are none")
-    weighting = Weighting(args.decay, args.soft)
-    group = mx.distributed.init()
+    options = FitOptions(**{field.name: getattr(args, field.name) for field in fields(FitOptions)})
     began = time.perf_counter()
-    fit = Fit(args, group)
-    steps = fit.steps_of_visits(args.visits) if args.steps is None else args.steps
-    warmup = min(100, steps // 10) if args.warmup is None else args.warmup
-    recipe = Recipe(
-        steps,
-        args.batch_size,
-        args.anchors,
-        tuple(args.block_sizes or ()),
-        args.learning_rate,
-        warmup,
-        args.weight_decay,
-        args.clip,
-        args.seed,
-        args.dtype,
-        args.grad_checkpoint,
-    )
-    trainer = fit.trainer(recipe, weighting)
-    if group.rank() == 0:
-        print(fit.plan(trainer), file=sys.stderr)
-    try:
-        fit.train(trainer, progress_bar)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        fit.run.close()
-    if group.rank() == 0:
-        print(fit.report(time.perf_counter() - began))
+    with Fit(options) as fit:
+        is_first = fit.group.rank() == 0
+        if is_first:
+            print(plan(fit), file=sys.stderr)
+        try:
+            fit.train(progress_bar)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            sys.exit(130)
+    if is_first:
+        print(report(fit, time.perf_counter() - began))
+
+
+def plan(fit: "Fit") -> str:
+    """What will be done, in a few lines."""
+    config, material, recipe = fit.draft.config, fit.material, fit.trainer.recipe
+    lines = [
+        f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, "
+        f"from {fit.origin}",
+        f"data: {fit.num_learned} samples, {len(material.measured)} held out, "
+        f"{material.num_left_out} left out: too short, or also held out",
+        f"updates: {fit.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, "
+        f"on {fit.group.size()} machines",
+    ]
+    # A name is all that a file tells: the same target may have another one on another machine.
+    others = {str(read_header(path).get("target", fit.options.model)) for path in fit.options.data} - {
+        fit.options.model
+    }
+    lines += [
+        f"text: made with {other}, not {fit.options.model}; a draft learns best from the answers of its own target"
+        for other in sorted(others)
+    ]
+    _, known = map(np.array, fit.trainer.head.columns.of(mx.arange(config.vocab_size)))
+    if not known.all():
+        share = fit.counts[known].sum() / max(1, fit.num_tokens)
+        lines.append(f"head: {known.sum()} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
+    return "\n".join(lines)
+
+
+def report(fit: "Fit", seconds: float) -> str:
+    """What came of it, in a few lines."""
+    log = fit.run.log()
+    losses = [line["loss"] for line in log if "loss" in line]
+    reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
+    speeds = [line for line in log if "blocks_per_second" in line]
+    lines = [
+        f"{fit.step} updates, {seconds:.0f} s; loss "
+        + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])
+    ]
+    if speeds:
+        blocks, tokens = (np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens"))
+        lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
+    if reached:
+        lines.append(
+            "tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:])
+        )
+    lines.append("drafts: " + " and ".join(str(path) for path in fit.run.drafts()))
+    return "\n".join(lines)
 
 
 def progress_bar(total: int, description: str, unit: str) -> Any:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mlx_dflash import pair
 from mlx_dflash.benchmark import __main__ as benchmark
 
 TINY = ["--constructed", "0.8", "--shape", "tiny", "--max-tokens", "12", "--num-prompts", "2", "--repeat", "2"]
@@ -73,7 +74,6 @@ def test_a_text_of_one_token_is_no_measurement():
         (["--repeat", "0"], "--repeat must be at least 1, got 0"),
         (["--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
         (["--temp", "-1"], "--temp must not be negative"),
-        (["--model", "x"], "needs a --draft-model"),
         (["--constructed", "0.5", "--draft-model", "x"], "builds its own pair"),
         (["--shape", "huge"], "invalid choice"),
     ],
@@ -92,6 +92,8 @@ def test_bad_arguments_end_with_a_message(args, message, capsys):
         (["--context", "20"], "at least 76 tokens, got 20"),
         (["--block-size", "99"], "block_size must be 1 to 16"),
         (["--model", "/no/such/folder", "--draft-model", "demo"], "/no/such/folder"),
+        (["--model", "x"], "no public DFlash draft is known for x"),
+        (["--model", "x", "--draft-model", "none"], "measures a draft, got --draft-model none"),
     ],
 )
 def test_impossible_requests_end_with_a_message(args, message):
@@ -107,3 +109,13 @@ def test_prompts_take_the_classes_in_turn():
     assert benchmark.prompts(3) == sixty[:3]
     with pytest.raises(ValueError, match="there are 60 built-in prompts, 61 were asked for"):
         benchmark.prompts(61)
+
+
+def test_the_draft_of_a_known_target_is_found_by_its_name(monkeypatch):
+    def load_draft(name):
+        raise ValueError(f"asked for {name}")
+
+    monkeypatch.setattr(pair, "load", lambda name, **options: (None, None))
+    monkeypatch.setattr(pair, "load_draft", load_draft)
+    with pytest.raises(SystemExit, match="asked for z-lab/Qwen3-4B-DFlash-b16"):
+        benchmark.main(["--model", "mlx-community/Qwen3-4B-4bit"])

@@ -12,7 +12,7 @@ from support.training import fit, place  # noqa: F401
 
 from mlx_dflash.checkpoints.vocabulary import frequent
 from mlx_dflash.models.structure import Structure
-from mlx_dflash.train import fit as fit_module
+from mlx_dflash.train import fitting as fit_module
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.files import open_alone
 from mlx_dflash.train.new_draft import SIZES, draft_config

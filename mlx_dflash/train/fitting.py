@@ -3,7 +3,6 @@
 Source: DFlash, block diffusion for flash speculative decoding (z-lab), for the task; the recipe is our own.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,25 +20,48 @@ from ..pair import Pair, head_rows
 from .export import save_draft
 from .folder import RunFolder
 from .lessons import Teacher
-from .loss import Columns, Weighting
+from .loss import Columns
 from .new_draft import SIZES, draft_config, initialize
+from .options import FitOptions
 from .replay import replay
 from .samples import FreshLessons, order_of_visit, read_material, stored_lessons, unused_token
-from .text.corpus import read_header
-from .trainer import Head, Recipe, Trainer
+from .trainer import Head, Trainer
 
 Bar = Callable[[int, str, str], Any]
 
 
-class Fit:
-    """Everything that a training run needs, made from its arguments. group: machines that share the work."""
+def fit(options: FitOptions, bar: Bar | None = None) -> list[Path]:
+    """Train a draft, or go on where a run with these options was interrupted; return the folders of its drafts.
 
-    def __init__(self, args: argparse.Namespace, group: Any):
-        self.args, self.group = args, group
-        self.model, self.tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
+    bar: makes a progress bar, as a context manager, from a total, a description and a unit; None shows none.
+    Raises ValueError for options or files that do not fit, or a folder that was begun with other options.
+    """
+    with Fit(options) as run:
+        run.train(bar or _no_bar)
+        return run.run.drafts()
+
+
+def _no_bar(total: int, description: str, unit: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=description, unit=unit, disable=True)
+
+
+class Fit:
+    """A training run, in the state of its last checkpoint if there is one; a context manager that lets its folder go.
+
+    group: the machines that share the work; None for those that mlx.launch has started, or else this one.
+    """
+
+    def __init__(self, options: FitOptions, group: Any = None):
+        self.options, self.group = options, mx.distributed.init() if group is None else group
+        group = self.group
+        self.model, self.tokenizer = load(
+            options.model, tokenizer_config={"trust_remote_code": options.trust_remote_code}
+        )
         self.structure = Structure(self.model)
         material = read_material(
-            args.data, args.valid_data, args.valid_count, args.max_length, self.structure.vocab_size
+            options.data, options.valid_data, options.valid_count, options.max_length, self.structure.vocab_size
         )
         self.counts = material.counts(self.structure.vocab_size)
         rank, machines = group.rank(), group.size()
@@ -53,38 +75,44 @@ class Fit:
         self.config, self.draft, self.origin = self._draft()
         Pair(self.model, self.draft)
         self.teacher = Teacher(self.model, self.structure, self.draft.config.target_layer_ids)
-        self.settings = settings_of(args) | {"fingerprint of the text": material.fingerprint(), "machines": machines}
-        self.best, self.step = 0.0, 0
+        recipe = options.recipe(self.num_learned, machines)
+        self.trainer = Trainer(self.draft, self._head(), recipe, options.weighting(), group)
+        # Only now, when nothing is left to refuse, is a folder begun.
+        settings = options.settings() | {"fingerprint of the text": material.fingerprint(), "machines": machines}
+        self.run = RunFolder(options.out, settings, is_writer=rank == 0)
+        self.step, self.best = self._restored()
 
-    def steps_of_visits(self, visits: float) -> int:
-        """Updates in which each sample comes so often; the same number on every machine."""
-        return max(1, round(visits * self.num_learned / (self.args.batch_size * self.group.size())))
+    def __enter__(self) -> "Fit":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.run.close()
 
     # The draft.
 
     def _draft(self) -> tuple[dict[str, Any], DraftModel, str]:
         """The config, the model in float32, and where its weights come from, in words."""
-        args = self.args
-        if args.init_draft:
-            if args.size:
+        options = self.options
+        if options.init_draft:
+            if options.size:
                 raise ValueError("--size makes a new draft, --init-draft goes on with one: give one of them")
-            config, weights, origin = *self._given_draft(), f"the draft {args.init_draft}"
+            config, weights, origin = *self._given_draft(), f"the draft {options.init_draft}"
         else:
-            size = SIZES[args.size or "small"]
+            size = SIZES[options.size or "small"]
             config = draft_config(
                 self.structure, getattr(self.model, "args", None), size, unused_token(self.counts, self.tokenizer)
             )
             weights, origin = None, ""
-        if args.block_size is not None:
-            config = _with(config, block_size=args.block_size)
+        if options.block_size is not None:
+            config = _with(config, block_size=options.block_size)
         if weights is None:
             weights, origin = self._first_weights(config)
-        if args.draft_vocab is not None:
+        if options.draft_vocab is not None:
             config, weights = self._reduced(config, weights)
-        return config, build_draft(config, weights, Path(args.init_draft or args.out)), origin
+        return config, build_draft(config, weights, Path(options.init_draft or options.out)), origin
 
     def _given_draft(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        path = local_draft(self.args.init_draft)
+        path = local_draft(self.options.init_draft)
         config, weights = read_draft(path)
         draft = build_draft(config, weights, path)
         if draft.config.version != 1:
@@ -98,7 +126,7 @@ class Fit:
         from ..draft.config import DraftConfig
 
         draft = DraftModel(DraftConfig.from_dict(config))
-        sources = initialize(draft, self.structure, self.args.seed)
+        sources = initialize(draft, self.structure, self.options.seed)
         told = ", ".join("random" if i is None else str(i) for i in sources)
         return _floats(draft), f"target layers {told}"
 
@@ -107,7 +135,7 @@ class Fit:
     ) -> tuple[dict[str, Any], dict[str, mx.array]]:
         if "d2t" in weights or "lm_head.weight" in weights:
             raise ValueError("--draft-vocab needs a draft that borrows the target's whole head")
-        ids = frequent(self.counts, self.args.draft_vocab, self._special())
+        ids = frequent(self.counts, self.options.draft_vocab, self._special())
         d2t = mx.array((ids - np.arange(len(ids))).astype(np.int32))
         return _with(config, draft_vocab_size=len(ids)), weights | {"d2t": d2t}
 
@@ -118,35 +146,32 @@ class Fit:
         """What the draft borrows, with as many columns as the loss shall have."""
         structure, vocab_size = self.structure, self.structure.vocab_size
         ids = self.draft.token_ids
-        if self.args.loss_vocab is not None:
+        if self.options.loss_vocab is not None:
             if ids is not None or "lm_head" in self.draft:
                 raise ValueError("--loss-vocab needs a draft that borrows the target's whole head")
-            ids = mx.array(frequent(self.counts, self.args.loss_vocab, self._special()).astype(np.uint32))
+            ids = mx.array(frequent(self.counts, self.options.loss_vocab, self._special()).astype(np.uint32))
             return Head(structure.embed, head_rows(structure, ids), Columns(np.array(ids), vocab_size))
         return Head(structure.embed, structure.unembed, Columns(None if ids is None else np.array(ids), vocab_size))
 
     # The loop.
 
-    def trainer(self, recipe: Recipe, weighting: Weighting) -> Trainer:
-        """Make the trainer, in the state of the last checkpoint if there is one."""
-        trainer = Trainer(self.draft, self._head(), recipe, weighting, self.group)
-        # Only now, when nothing is left to refuse, is a folder begun.
-        self.run = RunFolder(self.args.out, self.settings, is_writer=self.group.rank() == 0)
+    def _restored(self) -> tuple[int, float]:
+        """Bring the trainer to the last checkpoint; return its update and the best acceptance length so far."""
         found = self.run.load()
+        step, best = (found[1]["step"], found[1]["best"]) if found is not None else (0, 0.0)
         if found is not None:
-            trainer.resume(found[0])
-            self.step, self.best = found[1]["step"], found[1]["best"]
-        total = trainer.shared(mx.array(self.step)).item()
-        if total != self.step * self.group.size():
+            self.trainer.resume(found[0])
+        if self.trainer.shared(mx.array(step)).item() != step * self.group.size():
             raise ValueError(
-                f"this machine found a checkpoint of update {self.step} in {self.args.out}, others another one; all need the same folder"
+                f"this machine found a checkpoint of update {step} in {self.options.out}, others another one; "
+                "all need the same folder"
             )
-        return trainer
+        return step, best
 
-    def train(self, trainer: Trainer, bar: Bar) -> None:
+    def train(self, bar: Bar) -> None:
         """Make the updates that are missing, with checkpoints and validations between them."""
         learned, measured = self._lessons(bar)
-        args, recipe = self.args, trainer.recipe
+        options, trainer, recipe = self.options, self.trainer, self.trainer.recipe
         if self.step == 0:
             self._validate(measured)
         tokens, blocks, began, losses = 0, 0, time.perf_counter(), []
@@ -162,7 +187,7 @@ class Fit:
                 shown.update()
                 shown.set_postfix_str(f"loss {losses[-1]:.3f}, {self.best:.2f} tokens a round")
                 is_last = self.step == recipe.steps
-                if self.step % args.save_every == 0 or is_last:
+                if self.step % options.save_every == 0 or is_last:
                     seconds = time.perf_counter() - began
                     self._note(
                         loss=float(np.mean(losses)),
@@ -171,15 +196,15 @@ class Fit:
                     )
                     tokens, blocks, began, losses = 0, 0, time.perf_counter(), []
                     mx.clear_cache()
-                if self.step % args.valid_every == 0 or is_last:
+                if self.step % options.valid_every == 0 or is_last:
                     paused = time.perf_counter()
                     self._validate(measured)
                     began += time.perf_counter() - paused
-                if self.step % args.save_every == 0 or is_last:
-                    self._save(trainer)
+                if self.step % options.save_every == 0 or is_last:
+                    self._save()
 
     def _lessons(self, bar: Bar) -> tuple[Any, Any]:
-        if self.args.features == "recompute":
+        if self.options.features == "recompute":
             return tuple(
                 FreshLessons(self.teacher, samples) for samples in (self.material.learned, self.material.measured)
             )
@@ -187,7 +212,7 @@ class Fit:
         with bar(
             len(self.material.learned) + len(self.material.measured), "reading with the target", "sample"
         ) as shown:
-            dtype = self.args.feature_dtype or "bfloat16"
+            dtype = self.options.feature_dtype or "bfloat16"
             return stored_lessons(
                 self.run.path / name, self.teacher, self.material, dtype, lambda done: shown.update(done - shown.n)
             )
@@ -199,7 +224,7 @@ class Fit:
         facts, names = {}, ["last"]
         if self.material.measured:
             lessons = [measured.lesson(i) for i in range(len(self.material.measured))]
-            stats = replay(self.draft, self.structure, lessons, self.args.valid_tokens)
+            stats = replay(self.draft, self.structure, lessons, self.options.valid_tokens)
             self._note(acceptance_length=stats.acceptance_length, histogram=stats.accepted)
             facts = {
                 "tokens per target pass": f"{stats.acceptance_length:.2f} (greedy, {len(lessons)} held-out answers)"
@@ -207,11 +232,11 @@ class Fit:
             if stats.acceptance_length > self.best:
                 self.best, names = stats.acceptance_length, ["best", "last"]
         for name in names:
-            save_draft(self.run.path / name, self.draft, self.config, self._facts() | facts, self.args.save_dtype)
+            save_draft(self.run.path / name, self.draft, self.config, self._facts() | facts, self.options.save_dtype)
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "target": self.args.model,
+            "target": self.options.model,
             "trained on": f"{self.num_tokens} tokens of answers, {self.step} updates",
             "first weights": self.origin,
         }
@@ -220,60 +245,9 @@ class Fit:
         if self.group.rank() == 0:
             self.run.note({"step": self.step, **line})
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self) -> None:
         if self.group.rank() == 0:
-            self.run.save(trainer.state(), {"step": self.step, "best": self.best})
-
-    # What is told.
-
-    def plan(self, trainer: Trainer) -> str:
-        """What will be done, in a few lines."""
-        config, material, recipe = self.draft.config, self.material, trainer.recipe
-        lines = [
-            f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, from {self.origin}",
-            f"data: {self.num_learned} samples, {len(material.measured)} held out, {material.num_left_out} left out: too short, or also held out",
-            f"updates: {self.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, on {self.group.size()} machines",
-        ]
-        # A name is all that a file tells: the same target may have another one on another machine.
-        others = {str(read_header(path).get("target", self.args.model)) for path in self.args.data} - {self.args.model}
-        lines += [
-            f"text: made with {other}, not {self.args.model}; a draft learns best from the answers of its own target"
-            for other in sorted(others)
-        ]
-        _, known = map(np.array, trainer.head.columns.of(mx.arange(config.vocab_size)))
-        if not known.all():
-            share = self.counts[known].sum() / max(1, self.num_tokens)
-            lines.append(f"head: {known.sum()} of {config.vocab_size} tokens, {100 * share:.1f} % of the text")
-        return "\n".join(lines)
-
-    def report(self, seconds: float) -> str:
-        """What came of it, in a few lines."""
-        log = self.run.log()
-        losses = [line["loss"] for line in log if "loss" in line]
-        reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]
-        speeds = [line for line in log if "blocks_per_second" in line]
-        lines = [
-            f"{self.step} updates, {seconds:.0f} s; loss "
-            + " -> ".join(f"{loss:.3f}" for loss in losses[:1] + losses[1:][-1:])
-        ]
-        if speeds:
-            blocks, tokens = (
-                np.median([line[f"{what}_per_second"] for line in speeds]) for what in ("blocks", "tokens")
-            )
-            lines.append(f"speed: {blocks:.1f} blocks/s, {tokens:.1f} tokens/s")
-        if reached:
-            lines.append(
-                "tokens a round, by update: " + ", ".join(f"{step}: {length:.2f}" for step, length in reached[-8:])
-            )
-        lines.append("drafts: " + " and ".join(str(path) for path in self.run.drafts()))
-        return "\n".join(lines)
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run depends on; where it is written and how often does not matter."""
-    free = ("out", "step", "trust_remote_code", "valid_every", "save_every", "features", "save_dtype")
-    settings = {key: value for key, value in vars(args).items() if key not in free}
-    return settings | {"data": [str(Path(path)) for path in args.data]}
+            self.run.save(self.trainer.state(), {"step": self.step, "best": self.best})
 
 
 def _with(config: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""What a training run is asked for, as data: its fields are the flags of `train fit`, with their defaults.
+
+Knows which values make sense by themselves; knows nothing of the command line, of models, or of how they are used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .loss import Weighting
+from .trainer import Recipe
+
+# Where a run is written, how often, and in which form does not change what it learns.
+_FREE = ("out", "trust_remote_code", "valid_every", "save_every", "features", "save_dtype")
+_LEAST = {"max_length": 3, "valid_every": 1, "save_every": 1, "valid_tokens": 2, "valid_count": 0, "seed": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The options of a training run; `python -m mlx_dflash.train fit --help` says what each one means.
+
+    Raises ValueError for values that make no sense, with the name of the flag.
+    """
+
+    model: str
+    data: Sequence[str | Path]
+    out: str | Path
+    trust_remote_code: bool = False
+    # The draft.
+    init_draft: str | None = None
+    size: str | None = None
+    block_size: int | None = None
+    draft_vocab: int | None = None
+    save_dtype: str = "bfloat16"
+    # The recipe.
+    steps: int | None = None
+    visits: float = 6.0
+    batch_size: int = 4
+    anchors: int = 32
+    block_sizes: Sequence[int] | None = None
+    learning_rate: float = 6e-4
+    warmup: int | None = None
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    decay: float = 3.0
+    soft: float = 0.5
+    loss_vocab: int | None = None
+    dtype: str = "float32"
+    grad_checkpoint: bool = False
+    seed: int = 0
+    # Lessons and validation.
+    features: str = "disk"
+    feature_dtype: str | None = None
+    max_length: int = 2048
+    valid_data: str | Path | None = None
+    valid_count: int = 16
+    valid_tokens: int = 128
+    valid_every: int = 200
+    save_every: int = 50
+
+    def __post_init__(self):
+        if isinstance(self.data, (str, Path)):
+            raise ValueError(f"data must be a list of files, got {self.data!r}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(self, name)}")
+        if not 0 < self.visits < float("inf"):
+            raise ValueError(f"--visits must be above 0, got {self.visits}")
+        if self.feature_dtype and self.features == "recompute":
+            raise ValueError("--feature-dtype is of the features on disk; with --features recompute there are none")
+        self.weighting()
+
+    def weighting(self) -> Weighting:
+        """Return the weights of the slots in the loss."""
+        return Weighting(self.decay, self.soft)
+
+    def recipe(self, num_samples: int, num_machines: int) -> Recipe:
+        """Return how the draft is fitted to so many samples, which the machines share."""
+        steps = self.steps
+        if steps is None:
+            steps = max(1, round(self.visits * num_samples / (self.batch_size * num_machines)))
+        return Recipe(
+            steps=steps,
+            batch_size=self.batch_size,
+            anchors=self.anchors,
+            block_sizes=tuple(self.block_sizes or ()),
+            learning_rate=self.learning_rate,
+            warmup=min(100, steps // 10) if self.warmup is None else self.warmup,
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+            seed=self.seed,
+            dtype=self.dtype,
+            checkpointed=self.grad_checkpoint,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the result depends on, as JSON holds it; only a run with the same settings can be continued."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FREE}
+        paths = {
+            name: None if found[name] is None else str(found[name]) for name in ("model", "init_draft", "valid_data")
+        }
+        sizes = None if self.block_sizes is None else list(self.block_sizes)
+        return found | paths | {"block_sizes": sizes, "data": [str(Path(path)) for path in self.data]}
