@@ -14,16 +14,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-<<<<<<< HEAD
+from ..files.folders import write_file
 from ..models.probe import probe
 from ..models.structure import Structure
 from ..models.taps import features_of, tapped
-from .files import write_whole
-=======
-from ..files.folders import write_file
-from ..models.structure import Structure, features_of, tapped
-from ..target import probe
->>>>>>> files2
 from .text.corpus import Sample
 
 TOP = 8  # tokens of the target's distribution that are kept
