@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import models
 from support.fixtures import build_target, byte_tokenizer, plain_tokens, target_config, tiny_target
-from support.training import fit, place  # noqa: F401
+from support.training import fit
 
 from mlx_dflash.checkpoints.vocabulary import frequent
 from mlx_dflash.models.structure import Structure

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.fixtures import plain_tokens
-from support.training import WORDS, data, fit, fit_arguments, losses, place  # noqa: F401
+from support.training import WORDS, data, fit, fit_arguments, losses
 
 from mlx_dflash import load, load_draft, stream_generate
 from mlx_dflash.models.structure import Structure

@@ -1,0 +1,3 @@
+"""The fixtures of the training tests."""
+
+from support.training import place  # noqa: F401
