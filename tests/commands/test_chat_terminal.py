@@ -17,6 +17,8 @@ from rich.markdown import Markdown
 from mlx_dflash.chat import view
 from mlx_dflash.chat.view import AnswerView
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 STATUS = r"\[\d+ tokens · [\d.]+ tokens/s · acceptance length [\d.]+ · context (\d+) of 4096, (\d+) read"
 

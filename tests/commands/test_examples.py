@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fixtures import needs_demo
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@needs_demo
+@pytest.mark.demo
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(path):
     done = subprocess.run([sys.executable, str(path)], cwd=ROOT, env=None, capture_output=True, text=True)

@@ -13,6 +13,8 @@ from support.server_fixtures import mlx_lm_server, our_server, wait_until
 
 from mlx_dflash.server import __main__ as command
 
+pytestmark = pytest.mark.process
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 TOOL_TEMPLATE = TEMPLATE + "{% if false %}<tool_call>{{ tool_call.name }}{% endif %}"
 

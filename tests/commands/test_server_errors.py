@@ -8,6 +8,8 @@ import socket
 import pytest
 from support.server_fixtures import our_server
 
+pytestmark = pytest.mark.process
+
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 WRONG = [
     ({"messages": None}, "messages", 400),

@@ -10,6 +10,8 @@ from support.server_fixtures import our_server
 
 from mlx_dflash.server.__main__ import make_parser, make_server
 
+pytestmark = pytest.mark.process
+
 
 def ask(client, text="hi", **options):
     messages = [{"role": "user", "content": text}]

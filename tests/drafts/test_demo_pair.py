@@ -7,12 +7,11 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from support.fixtures import needs_demo
 
 import mlx_dflash
 from mlx_dflash.checkpoints.drafts import read_draft
 
-pytestmark = needs_demo
+pytestmark = pytest.mark.demo
 QUESTIONS = ["Write a Python function that reverses a string.", "What is 12 + 30? Explain each step."]
 
 

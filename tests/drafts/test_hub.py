@@ -13,6 +13,8 @@ import pytest
 from support.draft_files import write_gguf_draft
 from support.fixtures import draft_config, draft_weights, save_draft
 
+pytestmark = pytest.mark.process
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_COMMIT = "f" * 40
 SCRIPT = """

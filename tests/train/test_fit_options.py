@@ -4,7 +4,6 @@ import json
 
 import pytest
 from support.training import fit as fit_by_command
-from support.training import place
 
 from mlx_dflash.train import FitOptions, fit
 

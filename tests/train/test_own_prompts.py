@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from support.fixtures import CHAT_TEMPLATE, EOS_ID, byte_tokenizer, needs_demo
+from support.fixtures import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
 
 from mlx_dflash.train import step_data
 from mlx_dflash.train.__main__ import main
@@ -107,7 +107,7 @@ def data(out, *flags):
     main(["data", "--model", "demo", "--out", str(out), "--max-tokens", "4", "--batch-size", "4", *flags])
 
 
-@needs_demo
+@pytest.mark.demo
 def test_the_demo_target_asks_itself_and_answers(tmp_path):
     out, file = tmp_path / "data-0.1.jsonl", tmp_path / "data-0.1.prompts.jsonl"
     data(out, "--own-prompts", "2")
@@ -123,7 +123,7 @@ def test_the_demo_target_asks_itself_and_answers(tmp_path):
     assert (tmp_path / "again.prompts.jsonl").read_text() == prompts, "the same seed"
 
 
-@needs_demo
+@pytest.mark.demo
 def test_a_file_of_other_answers_is_refused_before_prompts_are_written(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("hello\n")
     data(tmp_path / "data.jsonl", "--prompts", str(tmp_path / "prompts.txt"))
@@ -133,7 +133,7 @@ def test_a_file_of_other_answers_is_refused_before_prompts_are_written(tmp_path,
     assert not (tmp_path / "data.prompts.jsonl").exists()
 
 
-@needs_demo
+@pytest.mark.demo
 def test_interrupted_prompts_end_with_the_status_of_ctrl_c_and_are_continued(tmp_path, monkeypatch, capsys):
     def interrupted(*arguments):
         yield from itertools.islice(batched(*arguments), 1)

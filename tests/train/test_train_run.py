@@ -23,6 +23,8 @@ from mlx_dflash.train.replay import replay
 from mlx_dflash.train.text.corpus import FORMAT, CorpusWriter, read_corpus
 from mlx_dflash.train.trainer import Trainer
 
+pytestmark = pytest.mark.process
+
 
 def test_greedy_answers_are_the_targets_own_and_the_others_are_sampled(place):
     samples = list(read_corpus(place / "data.jsonl"))
