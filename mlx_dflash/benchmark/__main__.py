@@ -10,7 +10,6 @@ import json
 import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,11 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
+from .. import pair as pairs
 from ..api import stream_generate
 from ..checkpoints.drafts import load, load_draft
+from ..checkpoints.known_pairs import NO_DRAFT, find_draft
+from ..commands.errors import user_errors
 from ..commands.flags import block_size
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 from .figure import check_plot, plot
@@ -65,14 +67,16 @@ class Run:
 def main(argv: list[str] | None = None) -> None:
     """Parse arguments, measure, print a table and, in the last line, JSON."""
     args = parse(argv)
-    try:
-        if args.plot:
-            check_plot(args.plot)
-        pair = load_pair(args)
-        arms = make_arms(args, pair)
-        runs = measure(pair.cases, arms, args.repeat, args.seed)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    with user_errors():
+        _benchmark(args)
+
+
+def _benchmark(args: argparse.Namespace) -> None:
+    if args.plot:
+        check_plot(args.plot)
+    pair = load_pair(args)
+    arms = make_arms(args, pair)
+    runs = measure(pair.cases, arms, args.repeat, args.seed)
     report = {"setup": setup(args, pair), **summarize(runs, [group for group, _ in pair.cases], list(arms))}
     if args.compare:
         report["differences"] = differences(args, pair, runs)
@@ -80,10 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         print(table(report))
     print(json.dumps(report))
     if args.plot:
-        try:
-            plot(report, args.plot, PLAIN)
-        except OSError as error:
-            sys.exit(f"error: {error}")
+        plot(report, args.plot, PLAIN)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -91,7 +92,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_dflash.benchmark", description="Measure a target and its draft.")
     add = parser.add_argument
     add("--model", default="demo", help="target: folder or repository; default: the demo pair's")
-    add("--draft-model", help="draft: folder or repository; default: the demo pair's, for the demo target")
+    add(
+        "--draft-model",
+        help="DFlash draft that was trained for the target: a folder, a .gguf file or a repository (default: the public "
+        "draft of the target)",
+    )
     add(
         "--block-size",
         type=block_size,
@@ -124,9 +129,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--temp must not be negative, got {args.temp}")
     if args.constructed is not None and (args.model != "demo" or args.draft_model):
         parser.error("--constructed builds its own pair; give it without --model and --draft-model")
-    if args.model != "demo" and args.draft_model is None and args.constructed is None:
-        parser.error(f"--model {args.model} needs a --draft-model that was trained for it")
-    args.draft_model = args.draft_model or "demo"
+    if args.draft_model == NO_DRAFT:
+        parser.error(f"--draft-model {NO_DRAFT} leaves nothing to measure")
     return args
 
 
@@ -134,14 +138,14 @@ def load_pair(args: argparse.Namespace) -> Pair:
     """Load or build the pair, and make its prompts. Raises ValueError for what does not fit together."""
     if args.constructed is not None:
         return _constructed_pair(args)
-    model, tokenizer = load(args.model)
-    draft = load_draft(args.draft_model)
+    draft_model = args.draft_model or find_draft(args.model)
+    model, tokenizer, draft = pairs.load_pair(args.model, draft_model)
     cases = [
         (group if length is None else f"context {length}", _encode(tokenizer, prompt, length))
         for length in args.context or [None]
         for group, prompt in prompts(args.num_prompts)
     ]
-    return Pair(model, tokenizer, draft, cases, {"model": args.model, "draft_model": args.draft_model})
+    return Pair(model, tokenizer, draft, cases, {"model": args.model, "draft_model": draft_model})
 
 
 def prompts(count: int) -> list[tuple[str, str]]:

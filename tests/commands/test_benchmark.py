@@ -3,7 +3,20 @@
 import json
 
 import pytest
+from support.fixtures import (
+    BYTE_VOCAB_SIZE,
+    CHAT_TEMPLATE,
+    byte_tokenizer,
+    draft_config,
+    draft_weights,
+    save_draft,
+    save_target,
+    target_config,
+    tiny_target,
+)
 
+import mlx_dflash
+from mlx_dflash import pair as pair_module
 from mlx_dflash.benchmark import __main__ as benchmark
 
 TINY = ["--constructed", "0.8", "--shape", "tiny", "--max-tokens", "12", "--num-prompts", "2", "--repeat", "2"]
@@ -13,6 +26,51 @@ def run(capsys, *args):
     benchmark.main([*TINY, *args])
     out, err = capsys.readouterr()
     return json.loads(out.splitlines()[-1]), out, err
+
+
+def save_tiny_target(folder):
+    size = dict(vocab_size=BYTE_VOCAB_SIZE)
+    tokenizer = byte_tokenizer(chat_template=CHAT_TEMPLATE)
+    return save_target(folder, tiny_target(**size), target_config(**size), tokenizer)
+
+
+def save_tiny_draft(folder, **changes):
+    config = draft_config(vocab_size=BYTE_VOCAB_SIZE, **changes)
+    return save_draft(folder, config, draft_weights(config))
+
+
+def refused(capsys, *args):
+    """Run a command that is refused; return its message."""
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main([*map(str, args)])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_public_draft_is_found_by_the_targets_name(tmp_path, monkeypatch, capsys):
+    target, draft = save_tiny_target(tmp_path / "Qwen3-4B-4bit"), save_tiny_draft(tmp_path / "draft")
+    asked = []
+
+    def load_draft(name):
+        asked.append(name)
+        return mlx_dflash.load_draft(str(draft))
+
+    monkeypatch.setattr(pair_module, "load_draft", load_draft)
+    benchmark.main(["--model", str(target), "--num-prompts", "1", "--max-tokens", "4", "--repeat", "1"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert asked == [report["setup"]["draft_model"]] == ["z-lab/Qwen3-4B-DFlash-b16"]
+    assert report["all"]["block 6"]["tokens"] == 4
+
+
+def test_a_target_without_a_known_draft_is_refused(tmp_path, capsys):
+    message = refused(capsys, "--model", tmp_path / "unknown")
+    assert "no public DFlash draft is known for" in message and "--draft-model" in message
+
+
+def test_a_draft_of_another_target_is_refused_before_any_run(tmp_path, capsys):
+    target, draft = save_tiny_target(tmp_path / "target"), save_tiny_draft(tmp_path / "draft", num_target_layers=99)
+    message = refused(capsys, "--model", target, "--draft-model", draft, "--num-prompts", 1)
+    assert "the draft was trained for a target of 99 layers" in message
 
 
 def test_compares_with_mlx_lm(capsys):
@@ -73,7 +131,7 @@ def test_a_text_of_one_token_is_no_measurement():
         (["--repeat", "0"], "--repeat must be at least 1, got 0"),
         (["--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
         (["--temp", "-1"], "--temp must not be negative"),
-        (["--model", "x"], "needs a --draft-model"),
+        (["--draft-model", "none"], "nothing to measure"),
         (["--constructed", "0.5", "--draft-model", "x"], "builds its own pair"),
         (["--shape", "huge"], "invalid choice"),
     ],
@@ -94,10 +152,8 @@ def test_bad_arguments_end_with_a_message(args, message, capsys):
         (["--model", "/no/such/folder", "--draft-model", "demo"], "/no/such/folder"),
     ],
 )
-def test_impossible_requests_end_with_a_message(args, message):
-    base = [] if "--model" in args else TINY
-    with pytest.raises(SystemExit, match=message):
-        benchmark.main([*base, *args])
+def test_impossible_requests_end_with_a_message(args, message, capsys):
+    assert message in refused(capsys, *([] if "--model" in args else TINY), *args)
 
 
 def test_prompts_take_the_classes_in_turn():
