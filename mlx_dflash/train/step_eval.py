@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _cases(args: argparse.Namespace, tokenizer: Any) -> list[tuple[str, list[int]]]:
     from ..benchmark.__main__ import PROMPTS
-    from .text.prompts import read_prompts
+    from ..commands.prompt_files import read_prompts
 
     prompts = read_prompts(args.prompts or PROMPTS, tokenizer)
     if args.num_prompts and args.num_prompts < len(prompts):

@@ -11,6 +11,7 @@ from support.fixtures import build_target, byte_tokenizer, plain_tokens, target_
 from support.training import fit, place  # noqa: F401
 
 from mlx_dflash.checkpoints.vocabulary import frequent
+from mlx_dflash.commands.prompt_files import Prompt, read_prompts, read_texts
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import fit as fit_module
 from mlx_dflash.train.__main__ import main
@@ -19,7 +20,6 @@ from mlx_dflash.train.new_draft import SIZES, draft_config
 from mlx_dflash.train.samples import order_of_visit, read_material, unused_token
 from mlx_dflash.train.text.answers import Style, batched_answers, can_batch
 from mlx_dflash.train.text.corpus import FORMAT, CorpusWriter, Sample, read_corpus
-from mlx_dflash.train.text.prompts import Prompt, read_prompts, read_texts
 from mlx_dflash.train.trainer import Trainer
 
 
