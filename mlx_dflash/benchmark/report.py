@@ -85,7 +85,7 @@ class Report:
 def _json(results: Results) -> dict[str, dict[str, Any]]:
     told = {}
     for name, result in results.items():
-        numbers = asdict(result) if result else {"runs": 0}
+        numbers: dict[str, Any] = asdict(result) if result else {"runs": 0}
         numbers |= numbers.pop("rounds", None) or {}
         told[name] = {key: value for key, value in numbers.items() if value is not None}
     return told

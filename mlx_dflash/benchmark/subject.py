@@ -61,11 +61,11 @@ def load_subject(args: argparse.Namespace) -> Subject:
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         trust_remote_code=args.trust_remote_code,
     )
-    drafts = [first, *map(load_draft, named[1:])]
-    for draft in drafts[1:]:
+    others = [load_draft(str(name)) for name in named[1:]]
+    for draft in others:
         pair.Pair(model, draft)
     name = {"model": args.model, "draft_model": one_or_all(named)}
-    return Subject(model, tokenizer, dict(zip(short, drafts)), _cases(args, tokenizer), name)
+    return Subject(model, tokenizer, dict(zip(short, [first, *others])), _cases(args, tokenizer), name)
 
 
 def one_or_all(values: list[T]) -> T | list[T]:
