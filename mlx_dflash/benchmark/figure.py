@@ -94,7 +94,8 @@ def _kept_drafts(axes: Any, everything: Results, colours: dict[str, str]) -> Non
     axes.set_xlim(-0.6, most + 0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if rounds:
-        axes.margins(y=0.06 * (3 + len(rounds)))
+        axes.margins(y=0.06 * (3 + len(rounds)))  # room for the legend
+        axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 100])
         axes.legend(fontsize=8, frameon=False, loc="upper right")
     else:
         _say(axes, "no arm had drafts")

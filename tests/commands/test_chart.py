@@ -67,6 +67,7 @@ def test_rounds_that_kept_nothing_have_an_axis_of_whole_numbers(tmp_path, figure
     kept = figures[0].axes[1]
     left, right = kept.get_xlim()
     assert [tick for tick in kept.get_xticks() if left <= tick <= right] == [0, 1]
+    assert max(kept.get_yticks()) == 100, "percent"
     (bar,) = kept.patches
     assert bar.get_height() == 100 and bar.get_x() + bar.get_width() / 2 == pytest.approx(0)
 
