@@ -28,7 +28,10 @@ _RESIDUAL = 0.05  # what a random layer adds, against its input
 
 @dataclass(frozen=True)
 class PairShape:
-    """Sizes of a pair. longest: most tokens that may be generated after a prompt, which has min_prompt tokens or more."""
+    """Sizes of a pair.
+
+    longest: most tokens that may be generated after a prompt, which has min_prompt tokens or more.
+    """
 
     hidden_size: int
     num_layers: int
@@ -181,13 +184,13 @@ def expected_acceptance_length(rate: float, block_size: int) -> float:
 
 
 def _normal(random: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
-    """(rows, columns); it turns a vector of unit components into one of components `scale`."""
+    """Return (rows, columns) that turn a vector of unit components into one of components `scale`."""
     return random.standard_normal((rows, columns), dtype=np.float32) * (scale * columns**-0.5)
 
 
 def _layer(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, np.ndarray]:
-    """The weights of one random transformer layer."""
-    D, I, Q, K = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    """Return the weights of one random transformer layer."""
+    D, inner, Q, K = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     weights = {
         "self_attn.q_proj": _normal(random, Q, D),
         "self_attn.k_proj": _normal(random, K, D),
@@ -195,9 +198,9 @@ def _layer(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, 
         "self_attn.o_proj": _normal(random, D, Q, scale=_RESIDUAL),
         "self_attn.q_norm": np.ones(s.head_dim),
         "self_attn.k_norm": np.ones(s.head_dim),
-        "mlp.gate_proj": _normal(random, I, D),
-        "mlp.up_proj": _normal(random, I, D),
-        "mlp.down_proj": _normal(random, D, I, scale=2 * _RESIDUAL),
+        "mlp.gate_proj": _normal(random, inner, D),
+        "mlp.up_proj": _normal(random, inner, D),
+        "mlp.down_proj": _normal(random, D, inner, scale=2 * _RESIDUAL),
         "input_layernorm": np.ones(D),
         "post_attention_layernorm": np.ones(D),
     }
@@ -205,10 +208,10 @@ def _layer(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, 
 
 
 def _copying_attention(s: PairShape, random: np.random.Generator, prefix: str) -> dict[str, np.ndarray]:
-    """An attention whose heads all look `look_back` positions back and copy the second half of what is there.
+    """Weights of an attention whose heads look `look_back` positions back and copy the second half of what is there.
 
-    Queries and keys are constants but for a little randomness. RoPE turns both by their positions, and the query by the look-back
-    besides, so their product is greatest where the phases of all frequencies meet: at that distance.
+    Queries and keys are constants but for a little randomness. RoPE turns both by their positions, and the query also
+    by the look-back, so their product is greatest where the phases of all frequencies meet: at that distance.
     """
     D, Q, K, d = s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.head_dim
     half = (D - 1) // 2
@@ -240,7 +243,7 @@ def _save(folder: Path, config: dict, weights: dict[str, np.ndarray]) -> None:
 
 
 def _save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer that writes token 17 as " 17". It reads no text: prompts of these pairs are ids."""
+    """Write a tokenizer that writes token 17 as " 17". It reads no text: prompts of these pairs are ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     special = ["<|end|>", "<|mask|>"]

@@ -1,20 +1,27 @@
-"""`python -m mlx_dflash.train data|fit|eval`."""
+"""`python -m mlx_dflash.train data|fit`."""
 
 import argparse
 import sys
 
 from ..commands.errors import user_errors
-from . import step_data, step_eval, step_fit
+from . import step_data, step_fit
 
-STEPS = {"data": step_data, "fit": step_fit, "eval": step_eval}
+STEPS = {"data": step_data, "fit": step_fit}
+_INSTEAD_OF_EVAL = (
+    "to measure drafts, use python -m mlx_dflash.benchmark --model TARGET --prompts FILE --draft-model DRAFT ..."
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and take one step."""
+    argv = sys.argv[1:] if argv is None else argv
+    with user_errors():
+        if argv[:1] == ["eval"]:
+            raise ValueError(_INSTEAD_OF_EVAL)
     parser = argparse.ArgumentParser(
-        prog="mlx_dflash.train", description="Train a DFlash draft for a target, in three steps."
+        prog="mlx_dflash.train", description="Train a DFlash draft for a target, in two steps."
     )
-    commands = parser.add_subparsers(dest="step", required=True, metavar="data|fit|eval")
+    commands = parser.add_subparsers(dest="step", required=True, metavar="data|fit")
     for name, step in STEPS.items():
         summary = step.__doc__.splitlines()[0]
         command = commands.add_parser(name, help=summary, description=step.__doc__)
@@ -27,4 +34,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
+from ..commands.prompt_files import Prompt, read_prompts, read_texts
 from .text.answers import Style, batched_answers, can_batch, single_answers
 from .text.corpus import CorpusWriter, Sample
 from .text.own_prompts import Answers, OwnPrompts
-from .text.prompts import Prompt, read_prompts, read_texts
 
 _DEFAULTS = {
     "max_tokens": 256,

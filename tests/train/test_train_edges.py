@@ -11,6 +11,7 @@ from support.fixtures import build_target, byte_tokenizer, plain_tokens, target_
 from support.training import fit
 
 from mlx_dflash.checkpoints.vocabulary import frequent
+from mlx_dflash.commands.prompt_files import Prompt, read_prompts, read_texts
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import fitting as fit_module
 from mlx_dflash.train.__main__ import main
@@ -19,7 +20,6 @@ from mlx_dflash.train.new_draft import SIZES, draft_config
 from mlx_dflash.train.samples import order_of_visit, read_material, unused_token
 from mlx_dflash.train.text.answers import Style, batched_answers, can_batch
 from mlx_dflash.train.text.corpus import FORMAT, CorpusWriter, Sample, read_corpus
-from mlx_dflash.train.text.prompts import Prompt, read_prompts, read_texts
 from mlx_dflash.train.trainer import Trainer
 
 
@@ -347,11 +347,6 @@ def test_speed_counts_the_blocks_that_were_there_and_not_the_time_of_measuring(p
     assert [line["blocks_per_second"] for line in log if "loss" in line] == [46.0, 46.0]
 
 
-def test_eval_refuses_no_prompts_and_the_same_draft_twice(place, capsys):
-    command = ["eval", "--model", place / "target", "--prompts", place / "prompts.txt"]
-    assert "--num-prompts 1 or more" in refused(capsys, *command, "--draft-model", "a", "--num-prompts", 0)
-    from mlx_dflash.train.step_eval import _short_names
-
-    with pytest.raises(ValueError, match="names a draft twice"):
-        _short_names(["run/best", "run/./best"])
-    assert _short_names(["a/best", "b/best"]) == ["a/best", "b/best"]
+def test_eval_points_to_the_benchmark(capsys):
+    message = refused(capsys, "eval", "--model", "demo", "--draft-model", "demo", "--some-flag")
+    assert "use python -m mlx_dflash.benchmark --model TARGET --prompts FILE --draft-model DRAFT" in message

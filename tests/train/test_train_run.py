@@ -1,4 +1,4 @@
-"""Training from the command line on a tiny target: data, fit, eval; what a killed run loses; bad files."""
+"""Training from the command line on a tiny target: data, fit; what a killed run loses; bad files."""
 
 import json
 import os
@@ -399,35 +399,6 @@ def test_another_recipe_is_refused_in_a_folder_that_was_begun(place, tmp_path, c
     with pytest.raises(SystemExit):
         fit(place, tmp_path / "run", steps=2, learning_rate=0.1)
     assert "learning_rate" in capsys.readouterr().err
-
-
-def test_eval_tells_what_each_draft_is_worth(place, tmp_path, capsys):
-    fit(place, tmp_path / "run")
-    capsys.readouterr()
-    drafts = [str(tmp_path / "run" / name) for name in ("best", "last")]
-    main(
-        [
-            "eval",
-            "--model",
-            str(place / "target"),
-            "--draft-model",
-            *drafts,
-            "--prompts",
-            str(place / "prompts.txt"),
-            "--max-tokens",
-            "12",
-            "--num-prompts",
-            "4",
-            "--compare",
-            "--plot",
-            str(tmp_path / "plot.png"),
-        ]
-    )
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["all"]["best"]["identical"] == report["all"]["best"]["runs"] == 4
-    histogram, kept = (report["all"]["last"][key] for key in ("histogram", "kept_by_slot"))
-    assert kept == [round(sum(histogram[i + 1 :]) / sum(histogram[i:]), 3) for i in range(len(histogram) - 1)]
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_two_machines_share_the_work(place, tmp_path):

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ...api import stream_generate
+from ...commands.prompt_files import Prompt
 from .corpus import Sample
-from .prompts import Prompt
 
 _AHEAD = 2  # batches of prompts that are waiting
 _READ = 8  # prompts read at a time

@@ -12,10 +12,10 @@ from typing import Any
 import mlx.core as mx
 from jinja2.exceptions import TemplateError
 
+from ...commands.prompt_files import Prompt, read_prompts
 from ..files import open_alone
 from .answers import Style
 from .corpus import Sample
-from .prompts import Prompt, read_prompts
 
 _MOST_TOKENS = 128  # of a prompt; longer ones are given up
 _STYLE = Style(_MOST_TOKENS, sampled_share=1.0, temperature=0.9)

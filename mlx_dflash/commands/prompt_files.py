@@ -1,4 +1,4 @@
-"""What a target is asked, or text as it is: files of prompts, conversations and plain text, as token ids.
+"""Read files of prompts, conversations and plain text, as token ids: what a target is asked, or learns from.
 
 Knows file formats and the tokenizer's chat template; knows nothing of models.
 """
@@ -16,7 +16,10 @@ _KEYS = ("prompt", "messages", "text")
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids of a prompt, or of a whole text. length: how many ids come before what is answered. kind: its class, or ""."""
+    """A prompt, or a whole text.
+
+    ids: of all of it. length: number of ids that come before the answer. kind: its class, or "".
+    """
 
     ids: list[int]
     length: int
@@ -27,8 +30,9 @@ def read_prompts(path: str | Path, tokenizer: Any) -> list[Prompt]:
     """Read prompts to be answered.
 
     A .jsonl file has an object a line: {"prompt": text}, {"messages": [...]} that end with the user's, or {"text":
-    beginning of a text}, which is continued without the chat template; and "class", if wished. Of other files each line
-    is a prompt. Raises ValueError that names the line for anything malformed, and for a file without prompts.
+    beginning of a text}, which is continued without the chat template; and a "class", if there are several. In any
+    other file each line is a prompt. Raises ValueError that names the line for anything malformed, and for a file
+    without prompts.
     """
     return _read(Path(path), tokenizer, is_answered=False)
 
@@ -68,7 +72,7 @@ def read_texts(path: str | Path, tokenizer: Any, length: int) -> list[Prompt]:
 
 
 def _text_of(file: Path) -> str | None:
-    """The text of a file, None if it is no UTF-8."""
+    """Return the text of a file, None if it is no UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -109,7 +113,7 @@ def _prompt(entry: Any, tokenizer: Any, is_answered: bool) -> Prompt:
     if given == ["prompt"] and is_answered:
         messages.append({"role": "assistant", "content": _string(entry, "response")})
     _check_messages(messages, "assistant" if is_answered else "user")
-    asked = render(tokenizer, messages[:-1] if is_answered else messages)
+    asked = _render(tokenizer, messages[:-1] if is_answered else messages)
     if not is_answered:
         return Prompt(asked, len(asked), kind)
     end = tokenizer.eos_token_id  # of those that end a text, the one that ends an answer
@@ -117,8 +121,8 @@ def _prompt(entry: Any, tokenizer: Any, is_answered: bool) -> Prompt:
     return Prompt(whole, len(asked), kind)
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Ids of a conversation that the assistant is to answer; of the bare text where there is no chat template."""
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Return the ids of a conversation that the assistant is to answer; of the bare text without a chat template."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode("\n\n".join(m["content"] for m in messages))
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
