@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from ..checkpoints.known_pairs import NO_DRAFT
-from ..commands.errors import user_errors
+from ..commands.errors import Parser, run_command
 from ..commands.flags import block_size
 from .constructed import SHAPES
 from .figure import check_plot, plot
@@ -23,16 +23,21 @@ _LEAST = {"max_tokens": 2, "num_prompts": 1, "repeat": 1}
 
 def main(argv: list[str] | None = None) -> None:
     """Parse arguments, measure, print a table and, in the last line, JSON."""
-    args = parse(argv)
-    with user_errors():
-        if args.plot:
-            check_plot(args.plot)
-        report = benchmark(args)
-        if not args.json:
-            print(table(report))
-        print(json.dumps(report.as_json()))
-        if args.plot:
-            plot(report, args.plot)
+    run_command(make_parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> None:
+    _check(args)
+    if args.num_prompts is None and not args.prompts:
+        args.num_prompts = _BUILT_IN
+    if args.plot:
+        check_plot(args.plot)
+    report = benchmark(args)
+    if not args.json:
+        print(table(report))
+    print(json.dumps(report.as_json()))
+    if args.plot:
+        plot(report, args.plot)
 
 
 def benchmark(args: argparse.Namespace) -> Report:
@@ -44,19 +49,12 @@ def benchmark(args: argparse.Namespace) -> Report:
     return Report(setup(args, subject), *summarize(turns), found)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; ends the program with a message for arguments that make no sense."""
-    parser = argparse.ArgumentParser(prog="mlx_dflash.benchmark", description="Measure a target and its drafts.")
+def make_parser() -> Parser:
+    """Return a parser of the flags of a benchmark."""
+    parser = Parser(prog="mlx_dflash.benchmark", description="Measure a target and its drafts.")
     _add_pair_flags(parser.add_argument)
     _add_work_flags(parser.add_argument)
-    args = parser.parse_args(argv)
-    try:
-        _check(args)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.num_prompts is None and not args.prompts:
-        args.num_prompts = _BUILT_IN
-    return args
+    return parser
 
 
 def _add_pair_flags(add: Any) -> None:

@@ -32,15 +32,16 @@ def run_command(
     make_parser: Callable[[], argparse.ArgumentParser],
     work: Callable[[argparse.Namespace], int | None],
     argv: list[str] | None = None,
-) -> NoReturn:
-    """Parse the command line, do the work, and end the program with the exit status that it returns, None being 0.
+) -> None:
+    """Parse the command line, do the work, and end the program with the exit status that it returns if that is not 0.
 
     argv: the arguments, or None for those of the process.
     """
     with user_errors():
         args = make_parser().parse_args(argv)
     with user_errors(args.debug):
-        sys.exit(work(args) or 0)
+        if status := work(args):
+            sys.exit(status)
 
 
 @contextmanager

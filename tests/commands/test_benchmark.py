@@ -64,6 +64,7 @@ def test_the_public_draft_is_found_by_the_targets_name(tmp_path, monkeypatch, ca
 
 
 def test_a_target_without_a_known_draft_is_refused(tmp_path, capsys):
+    (tmp_path / "unknown").mkdir()
     message = refused(capsys, "--model", tmp_path / "unknown")
     assert "no public DFlash draft is known for" in message and "--draft-model" in message
 

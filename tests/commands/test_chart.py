@@ -95,5 +95,5 @@ def test_what_is_refused_later_leaves_no_empty_picture(tmp_path, capsys):
     for file in (old, new):
         with pytest.raises(SystemExit):
             benchmark.main(["--model", str(tmp_path / "unknown"), "--plot", str(file)])
-    assert "no public DFlash draft" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
     assert old.read_text() == "a picture" and not new.exists()
