@@ -126,8 +126,8 @@ def attention_rows(run: Runner):
             yield start | {
                 "context": context,
                 **accuracy(found),
-                "cores": race["cores"],
-                **timed(race["ms"][str(context)], read, flops),
+                "cores": race.cores,
+                **timed(race.ms[str(context)], read, flops),
             }
 
 
@@ -140,7 +140,7 @@ def product_rows(run: Runner):
         row = {"kernel": f"product ({name})", "shape": f"{rows}x{inputs}x{outputs}", "context": "", **accuracy(found)}
         if found.wrong is None:
             read = w.weight.nbytes + w.scales.nbytes + w.biases.nbytes
-            row |= timed(trial.race_product((rows, inputs), w, run)["ms"][""], read, 2 * rows * inputs * outputs)
+            row |= timed(trial.race_product((rows, inputs), w, run).ms[""], read, 2 * rows * inputs * outputs)
         yield row
 
 
