@@ -52,15 +52,17 @@ class AttentionShape:
         """Queries, keys with NaN in the spare rows of their buffers, and sinks, for a context of that length."""
         # Keys of its own: a self-check in the middle of a run must not move the caller's random numbers.
         seeds = iter(mx.random.split(mx.random.key(length), 6))
-        normal = lambda *shape: mx.random.normal(shape, key=next(seeds)).astype(self.dtype)
-        own = lambda: normal(self.batch, self.kv_heads, self.rows, self.head_size)
-        block = (own(), own()) if self.has_block else None
+
+        def normal(heads: int, rows: int) -> mx.array:
+            shape = self.batch, heads, rows, self.head_size
+            return mx.random.normal(shape, key=next(seeds)).astype(self.dtype)
+
+        block = (normal(self.kv_heads, self.rows), normal(self.kv_heads, self.rows)) if self.has_block else None
         held = length if self.has_block else length + self.rows
         spare = mx.full((self.batch, self.kv_heads, 64, self.head_size), float("nan"), self.dtype)
-        rows = [normal(self.batch, self.kv_heads, held, self.head_size) for _ in range(2)]
-        buffers = [mx.concatenate([x, spare], axis=2) for x in rows]
-        sinks = normal(self.heads) if self.has_sinks else None
-        return normal(self.batch, self.heads, self.rows, self.head_size), Keys(*buffers, length, block), sinks
+        buffers = [mx.concatenate([normal(self.kv_heads, held), spare], axis=2) for _ in range(2)]
+        sinks = mx.random.normal((self.heads,), key=next(seeds)).astype(self.dtype) if self.has_sinks else None
+        return normal(self.heads, self.rows), Keys(*buffers, length, block), sinks
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ def never(call):
 def draft_call(cache, head_size=64, context=40, rows=8, dtype=mx.float32):
     """Fill a cache and return the arguments of attend_block for it."""
     mx.random.seed(1)
-    normal = lambda heads, length: mx.random.normal((1, heads, length, head_size)).astype(dtype)
+
+    def normal(heads, length):
+        return mx.random.normal((1, heads, length, head_size)).astype(dtype)
+
     cache.update_and_fetch(normal(2, context), normal(2, context))
     return normal(4, rows), (normal(2, rows), normal(2, rows)), cache
 
@@ -158,15 +161,13 @@ def refusing(run, most_threads):
 def test_threadgroup_that_is_too_large_is_tried_at_half_its_size(head_size, rows, tmp_path, monkeypatch):
     quick(monkeypatch)
     record = Record(tmp_path / "kernels.json")
-    q, block, cache = draft_call(GrowingKVCache(), head_size=head_size, rows=rows, context=520)
+    arguments = *draft_call(GrowingKVCache(), head_size=head_size, rows=rows, context=520), Sight(), SCALE
+    twin = Kernels("off").attend_block(*arguments)
     for _ in range(2):  # the second time from the record
         kernels = Kernels("auto", record, run=refusing(Emulator(checked=False), 128))
-        kernels.prepare(lambda _: kernels.attend_block(q, block, cache, Sight(), SCALE), 2)
-        out = kernels.attend_block(q, block, cache, Sight(), SCALE)
-        assert (
-            kernels.is_active
-            and mx.abs(out - Kernels("off").attend_block(q, block, cache, Sight(), SCALE)).max() < 1e-5
-        )
+        kernels.prepare(lambda _, attend=kernels.attend_block: attend(*arguments), 2)
+        out = kernels.attend_block(*arguments)
+        assert kernels.is_active and mx.abs(out - twin).max() < 1e-5
 
 
 def test_threadgroup_that_is_too_large_at_half_its_size_gives_way_to_the_twin(monkeypatch):

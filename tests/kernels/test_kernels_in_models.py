@@ -51,10 +51,10 @@ def tokens(session):
 
 @pytest.mark.parametrize("num_context", [1, 40])
 def test_draft_logits_are_those_of_the_twin(tmp_path, num_context):
+    features, embed, head = (mx.array(x) for x in draft_inputs(draft_config(**WIDE, **MIXED), num_context))
     logits = []
     for kernels in (Kernels("off"), Kernels("force", run=Emulator())):
         _, draft = pair(tmp_path, kernels)
-        features, embed, head = (mx.array(x) for x in draft_inputs(draft_config(**WIDE, **MIXED), num_context))
         drafter = Drafter(draft, lambda ids: embed[ids], lambda h: h @ head.T, Dice())
         drafter.extend_context(features[None])
         logits.append(np.array(drafter.draft_logits(7)))
@@ -159,7 +159,7 @@ def test_draft_attention_reads_the_buffers_of_its_caches(tmp_path):
     target, draft = pair(tmp_path, Kernels("force", run=run), quantized=False)
     session = open_session(Pair(target, draft), mx.array(PROMPT), 8)
     launches.clear()
-    for emission in emit(session, mx.array(PROMPT)):
+    for _ in emit(session, mx.array(PROMPT)):
         assert all(any(keys is cache.keys for cache in session.drafter.caches) for keys in launches[-2:])
     assert launches
 
