@@ -114,7 +114,7 @@ def attention_rows(run: Runner):
     """One row per shape and context: is it right, and how long does it take. A wrong kernel is not timed."""
     for name, shape in ATTENTION.items():
         start = {"kernel": f"attention ({name})", "shape": str(shape)}
-        found = tried(lambda: trial.check_attention(shape, run))
+        found = tried(trial.check_attention, shape, run)
         if found.wrong:
             yield start | {"context": "", "wrong": found.wrong}
             continue
@@ -122,12 +122,12 @@ def attention_rows(run: Runner):
         for context in CONTEXTS:
             flops = 4 * shape.heads * shape.rows * context * shape.head_size
             read = 2 * shape.kv_heads * context * shape.head_size * shape.dtype.size
-            found = tried(lambda: trial.check_attention(shape, run, contexts=(context,)))
+            found = tried(trial.check_attention, shape, run, contexts=(context,))
             yield start | {
                 "context": context,
                 **accuracy(found),
-                "cores": race["cores"],
-                **timed(race["ms"][str(context)], read, flops),
+                "cores": race.cores,
+                **timed(race.ms[str(context)], read, flops),
             }
 
 
@@ -136,18 +136,18 @@ def product_rows(run: Runner):
     for name, (rows, inputs, outputs, bits) in PRODUCTS.items():
         weight = mx.random.normal((outputs, inputs), key=mx.random.key(0)).astype(mx.bfloat16)
         w = Quantized(*mx.quantize(weight, group_size=64, bits=bits), 64, bits)
-        found = tried(lambda: trial.check_product((rows, inputs), w, run))
+        found = tried(trial.check_product, (rows, inputs), w, run)
         row = {"kernel": f"product ({name})", "shape": f"{rows}x{inputs}x{outputs}", "context": "", **accuracy(found)}
         if found.wrong is None:
             read = w.weight.nbytes + w.scales.nbytes + w.biases.nbytes
-            row |= timed(trial.race_product((rows, inputs), w, run)["ms"][""], read, 2 * rows * inputs * outputs)
+            row |= timed(trial.race_product((rows, inputs), w, run).ms[""], read, 2 * rows * inputs * outputs)
         yield row
 
 
-def tried(check: Callable[[], trial.Accuracy]) -> trial.Accuracy:
-    """How right a kernel is; one that Metal refuses is wrong, and the first line of what Metal says is why."""
+def tried(check: Callable[..., trial.Accuracy], *arguments, **options) -> trial.Accuracy:
+    """Check a kernel. If Metal refuses it, it counts as wrong, and the first line of Metal's message says why."""
     try:
-        return check()
+        return check(*arguments, **options)
     except (RuntimeError, ValueError) as error:
         return trial.Accuracy(math.inf, math.inf, f"{type(error).__name__}: {str(error).splitlines()[0]}")
 

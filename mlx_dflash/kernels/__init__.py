@@ -4,7 +4,7 @@ choice.py decides, once per shape, which of the two runs; nothing here is compil
 """
 
 from .attention import Keys, Sight
-from .choice import MODES, Kernels
+from .choice import Kernels
 from .matmul import Quantized
 
-__all__ = ["MODES", "Kernels", "Keys", "Quantized", "Sight"]
+__all__ = ["Kernels", "Keys", "Quantized", "Sight"]

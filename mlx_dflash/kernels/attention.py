@@ -59,12 +59,6 @@ class Geometry:
     def simdgroups(self) -> int:
         return self.row_tiles * self.d_slices * self.key_slices
 
-    def threadgroup_bytes(self, head_size: int, itemsize: int) -> int:
-        """Threadgroup memory of the first pass: two staged tiles and, with d_slices, the exchanged scores."""
-        staged = 2 * self.keys_per_tile * (head_size * itemsize + 16)
-        exchanged = self.simdgroups * self.keys_per_tile // self.key_slices * 32 if self.d_slices > 1 else 4
-        return staged + exchanged
-
 
 def row_step(rows: int) -> int:
     """The number of rows, a power of two, that launches of `rows` rows are compiled for and decided on."""
@@ -75,11 +69,11 @@ def plan(q: mx.array, keys: Keys, sight: Sight, cores: int, simdgroups: int = SI
     """Cut a call up: one wave of two threadgroups per core, no split empty, at most so many simdgroups in each."""
     batch, heads, rows, head_size = q.shape
     kv_heads = keys.keys.shape[1]
-    tiles = lambda rows: -(-(heads // kv_heads * rows) // 8)
+    group = heads // kv_heads
     d_slices = 2 if head_size == 256 else 1
-    compiled = tiles(row_step(rows))
+    compiled = -(-group * row_step(rows) // 8)  # tiles of 8 rows
     row_tiles = -(-compiled // -(-compiled // (simdgroups // d_slices)))
-    row_groups = -(-tiles(rows) // row_tiles)
+    row_groups = -(-group * rows // (8 * row_tiles))
     keys_per_tile = 8192 // (head_size * q.itemsize)
     key_slices = 1
     while 2 * row_tiles * d_slices * key_slices <= simdgroups and 16 * key_slices <= keys_per_tile:

@@ -27,7 +27,6 @@ class KernelCall:
     template: dict[str, object]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
-    header: str = ""
 
 
 Runner = Callable[[KernelCall], list[mx.array]]  # what executes a launch: MetalRunner, or an emulator in tests
@@ -54,7 +53,6 @@ class MetalRunner:
                 input_names=list(call.inputs),
                 output_names=list(call.outputs),
                 source=call.source,
-                header=call.header,
                 ensure_row_contiguous=False,
             )
         shapes, dtypes = zip(*call.outputs.values())

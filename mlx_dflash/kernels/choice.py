@@ -18,6 +18,7 @@ from .call import MetalRunner, Runner
 from .matmul import Quantized
 from .record import Record
 from .trial import AttentionShape
+from .verdict import Verdict, try_attention, try_product
 
 MODES = ("auto", "off", "force", "check")
 FIRST_GUARDED_GENERATION = 17  # of chips on which sustained use has stalled; see metalcheck
@@ -40,7 +41,7 @@ class Kernels:
         if mode not in MODES:
             raise ValueError(f"kernels must be one of {', '.join(MODES)}; got {mode!r}")
         self.mode, self.record = mode, record or Record(None)
-        self.verdicts: dict[Hashable, dict] = {}  # shape -> {"refused": reason or None, "cores": ..., "ms": ...}
+        self.verdicts: dict[Hashable, Verdict] = {}  # by shape
         self._run = run or MetalRunner()
         # Whether any shape may ever run as a kernel here.
         self.can_run = mode != "off" and (run is not None or has_gpu())
@@ -50,7 +51,7 @@ class Kernels:
     @property
     def is_active(self) -> bool:
         """Whether any shape seen so far runs as a kernel."""
-        return any(verdict["refused"] is None for verdict in self.verdicts.values())
+        return any(verdict.refused is None for verdict in self.verdicts.values())
 
     def prepare(self, play: Callable[[int], None], block_size: int) -> None:
         """Decide on all that the rounds of a pair will use and compile it, so that no round has to.
@@ -133,8 +134,7 @@ class Kernels:
 
     def _attend_metal(self, q, keys, sight, scale, sinks):
         verdict = self.verdicts[attention_shape(q, keys, sight, sinks)]
-        cut = {name: verdict[name] for name in ("cores", "simdgroups") if name in verdict}
-        out = attention.attend_metal(q, keys, sight, scale, sinks, run=self._run, **cut)
+        out = attention.attend_metal(q, keys, sight, scale, sinks, run=self._run, **verdict.cut)
         return self._checked(out, lambda: attention.attend_ops(q, keys, sight, scale, sinks), "attention")
 
     def _checked(self, out: mx.array, twin: Callable[[], mx.array], name: str) -> mx.array:
@@ -165,64 +165,29 @@ class Kernels:
         rows = (matmul.row_step(x.size // x.shape[-1]), x.shape[-1])
         shape = (rows, w.weight.shape[0], w.group_size, w.bits, x.dtype)
         name = f"product {w.bits} bit group {w.group_size} {str(x.dtype)[9:]} {rows[0]}x{rows[1]}x{shape[1]}"
-        return self._is_chosen(
-            shape,
-            name,
-            lambda: try_out(
-                lambda: trial.check_product(rows, w, self._run), lambda: trial.race_product(rows, w, self._run)
-            ),
-        )
+        return self._is_chosen(shape, name, lambda: try_product(rows, w, self._run))
 
-    def _is_chosen(self, shape: Hashable, name: str, attempt: Callable[[], dict]) -> bool:
+    def _is_chosen(self, shape: Hashable, name: str, attempt: Callable[[], Verdict]) -> bool:
         if shape not in self.verdicts:
             if self.mode == "auto" and self._is_prepared and not self._is_preparing:
                 return False
             self.verdicts[shape] = self._decide(name, attempt)
-        return self.verdicts[shape]["refused"] is None
+        return self.verdicts[shape].refused is None
 
-    def _decide(self, name: str, attempt: Callable[[], dict]) -> dict:
-        """The verdict on a shape seen for the first time."""
+    def _decide(self, name: str, attempt: Callable[[], Verdict]) -> Verdict:
+        """Return the verdict on a shape that is seen for the first time."""
         if self.mode != "auto":
-            return {"refused": None}
+            return Verdict()
         sustained = self.record.find(SUSTAINED) or {"passed": False}
         if chip_generation() >= FIRST_GUARDED_GENERATION and not sustained["passed"]:
-            return {"refused": "this chip needs the sustained check: python -m mlx_dflash.metalcheck"}
-        verdict = self.record.find(name)
-        if verdict is None:
-            verdict = attempt()
-            if not verdict.get("is_refusal"):
-                self.record.keep(name, verdict)
-        if verdict["refused"] and not verdict.get("is_slower"):
-            warnings.warn(f"the Metal kernel for {name} is not used: {verdict['refused']}", stacklevel=2)
+            return Verdict("this chip needs the sustained check: python -m mlx_dflash.metalcheck")
+        entry = self.record.find(name)
+        verdict = attempt() if entry is None else Verdict.from_entry(entry)
+        if entry is None and not verdict.is_temporary:
+            self.record.keep(name, verdict.to_entry())
+        if verdict.refused and not verdict.is_slower:
+            warnings.warn(f"the Metal kernel for {name} is not used: {verdict.refused}", stacklevel=2)
         return verdict
-
-
-def try_attention(shape: AttentionShape, run: Runner) -> dict:
-    """Try a shape out, and, where Metal refuses a launch, once more with half the simdgroups in a threadgroup."""
-    for simdgroups in (attention.SIMDGROUPS, attention.SIMDGROUPS // 2):
-        cut = dict(simdgroups=simdgroups)
-        verdict = try_out(
-            lambda: trial.check_attention(shape, run, **cut), lambda: trial.race_attention(shape, run, **cut)
-        )
-        if not verdict.get("is_refusal"):
-            break
-    return verdict | cut
-
-
-def try_out(check: Callable[[], trial.Accuracy], race: Callable[[], dict]) -> dict:
-    """Self-check, then race. Returns the verdict.
-
-    A launch that Metal refuses counts as a failed self-check, but is no property of the chip: memory may have been short.
-    """
-    try:
-        if wrong := check().wrong:
-            return {"refused": wrong}
-        result = race()
-    except (RuntimeError, ValueError) as error:
-        return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}", "is_refusal": True}
-    gain = min(twin / kernel for kernel, twin in result["ms"].values())
-    slower = gain < trial.NEEDED_GAIN
-    return result | {"refused": f"it is {gain:.2f} times as fast as stock" if slower else None, "is_slower": slower}
 
 
 def attention_shape(q: mx.array, keys: Keys, sight: Sight, sinks: mx.array | None) -> AttentionShape:

@@ -7,6 +7,7 @@ from the answer.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -51,15 +52,17 @@ class AttentionShape:
         """Queries, keys with NaN in the spare rows of their buffers, and sinks, for a context of that length."""
         # Keys of its own: a self-check in the middle of a run must not move the caller's random numbers.
         seeds = iter(mx.random.split(mx.random.key(length), 6))
-        normal = lambda *shape: mx.random.normal(shape, key=next(seeds)).astype(self.dtype)
-        own = lambda: normal(self.batch, self.kv_heads, self.rows, self.head_size)
-        block = (own(), own()) if self.has_block else None
+
+        def normal(heads: int, rows: int) -> mx.array:
+            shape = self.batch, heads, rows, self.head_size
+            return mx.random.normal(shape, key=next(seeds)).astype(self.dtype)
+
+        block = (normal(self.kv_heads, self.rows), normal(self.kv_heads, self.rows)) if self.has_block else None
         held = length if self.has_block else length + self.rows
         spare = mx.full((self.batch, self.kv_heads, 64, self.head_size), float("nan"), self.dtype)
-        rows = [normal(self.batch, self.kv_heads, held, self.head_size) for _ in range(2)]
-        buffers = [mx.concatenate([x, spare], axis=2) for x in rows]
-        sinks = normal(self.heads) if self.has_sinks else None
-        return normal(self.batch, self.heads, self.rows, self.head_size), Keys(*buffers, length, block), sinks
+        buffers = [mx.concatenate([normal(self.kv_heads, held), spare], axis=2) for _ in range(2)]
+        sinks = mx.random.normal((self.heads,), key=next(seeds)).astype(self.dtype) if self.has_sinks else None
+        return normal(self.heads, self.rows), Keys(*buffers, length, block), sinks
 
 
 @dataclass(frozen=True)
@@ -118,33 +121,60 @@ def compare(first: mx.array, second: mx.array, stock: mx.array, exact: mx.array)
     return Accuracy(error, stock_error, wrong)
 
 
+@dataclass(frozen=True)
+class Race:
+    """Times of a kernel and of its twin.
+
+    ms: length of the context ("" for a product) -> milliseconds of kernel and twin. cores: the number of cores for
+    which the kernel was cut up best; None for a product.
+    """
+
+    ms: dict[str, tuple[float, float]]
+    cores: int | None = None
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the twin the kernel is, at the context where it gains least."""
+        return min(twin / kernel for kernel, twin in self.ms.values())
+
+
 def race_attention(
     shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = RACED_CONTEXTS, simdgroups: int = SIMDGROUPS
-) -> dict:
-    """Time kernel and twin at two depths. Returns {"cores": the best split, "ms": {context: (kernel, twin)}}."""
-    scale, times = shape.head_size**-0.5, {}
+) -> Race:
+    """Time kernel and twin at contexts of these lengths, the kernel once for each of RACED_CORES."""
+    times: dict[int, dict[int, tuple[float, float]]] = {cores: {} for cores in RACED_CORES}  # cores -> length -> ms
     for length in contexts:
         problems = [shape.problem(length) for _ in range(4)]
-        chain = lambda attend: seconds_per_call(
-            problems, lambda q, problem: attend(q, problem[1], shape.sight, scale, problem[2]), problems[0][0]
-        )
-        twin = chain(attend_ops)
-        kernel = lambda cores: chain(lambda *a: attend_metal(*a, run=run, cores=cores, simdgroups=simdgroups))
-        times[length] = {cores: (1e3 * kernel(cores), 1e3 * twin) for cores in RACED_CORES}
-    gain = lambda cores: sum(twin / ours for ours, twin in (times[length][cores] for length in contexts))
-    best = max(RACED_CORES, key=gain)
-    return {"cores": best, "ms": {str(length): times[length][best] for length in contexts}}
+        twin = attention_ms(attend_ops, shape, problems)
+        for cores in RACED_CORES:
+            kernel = partial(attend_metal, run=run, cores=cores, simdgroups=simdgroups)
+            times[cores][length] = attention_ms(kernel, shape, problems), twin
+    best = max(RACED_CORES, key=lambda cores: sum(twin / ours for ours, twin in times[cores].values()))
+    return Race({str(length): ms for length, ms in times[best].items()}, best)
 
 
-def race_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> dict:
-    """Time kernel and twin of a product. Returns {"ms": {"": (kernel, twin)}}."""
+def attention_ms(attend: Callable[..., mx.array], shape: AttentionShape, problems: list) -> float:
+    """Time one call of attend_metal or attend_ops; the queries of a call are the result of the one before."""
+
+    def step(q: mx.array, problem: tuple) -> mx.array:
+        _, keys, sinks = problem
+        return attend(q, keys, shape.sight, shape.head_size**-0.5, sinks)
+
+    return 1e3 * seconds_per_call(problems, step, problems[0][0])
+
+
+def race_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> Race:
+    """Time kernel and twin of a product of x_shape and w."""
     # Several copies, so that none stays in the cache; a matrix that is too large for that needs none.
     num_copies = 4 if w.weight.nbytes < CACHED_BYTES else 0
     copies = [Quantized(w.weight + 0, w.scales, w.biases, w.group_size, w.bits) for _ in range(num_copies)] or [w]
     x = mx.random.normal(x_shape, key=mx.random.key(0)).astype(w.scales.dtype)
-    # The next x depends on the last product, at little cost: calls that could overlap would time something else.
-    chain = lambda multiply: 1e3 * seconds_per_call(copies, lambda at, copy: x + 0 * multiply(at, copy)[..., :1], x)
-    return {"ms": {"": (chain(lambda at, copy: multiply_metal(at, copy, run=run)), chain(multiply_ops))}}
+
+    def ms(multiply: Callable[..., mx.array]) -> float:
+        # The next x depends on the last product, at little cost: calls that could overlap would time something else.
+        return 1e3 * seconds_per_call(copies, lambda at, copy: x + 0 * multiply(at, copy)[..., :1], x)
+
+    return Race({"": (ms(partial(multiply_metal, run=run)), ms(multiply_ops))})
 
 
 def seconds_per_call(problems: list, step: Callable, start: mx.array, calls: int = 24) -> float:

@@ -16,9 +16,12 @@ from mlx_dflash.kernels import Kernels, choice, trial
 from mlx_dflash.kernels.attention import Sight
 from mlx_dflash.kernels.matmul import Quantized, multiply_ops
 from mlx_dflash.kernels.record import Record
+from mlx_dflash.kernels.verdict import Verdict
 
 needs_emulator = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SCALE = 0.125
+KERNEL = Verdict(cores=40, simdgroups=8, ms={"1024": (1.0, 2.0)})
+TWIN = Verdict("it is 0.50 times as fast as stock", is_slower=True, ms={"": (2.0, 1.0)})
 
 
 def never(call):
@@ -28,7 +31,10 @@ def never(call):
 def draft_call(cache, head_size=64, context=40, rows=8, dtype=mx.float32):
     """Fill a cache and return the arguments of attend_block for it."""
     mx.random.seed(1)
-    normal = lambda heads, length: mx.random.normal((1, heads, length, head_size)).astype(dtype)
+
+    def normal(heads, length):
+        return mx.random.normal((1, heads, length, head_size)).astype(dtype)
+
     cache.update_and_fetch(normal(2, context), normal(2, context))
     return normal(4, rows), (normal(2, rows), normal(2, rows)), cache
 
@@ -36,7 +42,7 @@ def draft_call(cache, head_size=64, context=40, rows=8, dtype=mx.float32):
 def quick(monkeypatch, gain=2.0):
     """Self-checks at one small context, and a race with a known winner."""
     monkeypatch.setattr(trial, "check_attention", partial(trial.check_attention, contexts=(33,)))
-    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: {"cores": 20, "ms": {"1024": (1.0, gain)}})
+    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: trial.Race({"1024": (1.0, gain)}, cores=20))
 
 
 def spoiled(change):
@@ -155,15 +161,13 @@ def refusing(run, most_threads):
 def test_threadgroup_that_is_too_large_is_tried_at_half_its_size(head_size, rows, tmp_path, monkeypatch):
     quick(monkeypatch)
     record = Record(tmp_path / "kernels.json")
-    q, block, cache = draft_call(GrowingKVCache(), head_size=head_size, rows=rows, context=520)
+    arguments = *draft_call(GrowingKVCache(), head_size=head_size, rows=rows, context=520), Sight(), SCALE
+    twin = Kernels("off").attend_block(*arguments)
     for _ in range(2):  # the second time from the record
         kernels = Kernels("auto", record, run=refusing(Emulator(checked=False), 128))
-        kernels.prepare(lambda _: kernels.attend_block(q, block, cache, Sight(), SCALE), 2)
-        out = kernels.attend_block(q, block, cache, Sight(), SCALE)
-        assert (
-            kernels.is_active
-            and mx.abs(out - Kernels("off").attend_block(q, block, cache, Sight(), SCALE)).max() < 1e-5
-        )
+        kernels.prepare(lambda _, attend=kernels.attend_block: attend(*arguments), 2)
+        out = kernels.attend_block(*arguments)
+        assert kernels.is_active and mx.abs(out - twin).max() < 1e-5
 
 
 def test_threadgroup_that_is_too_large_at_half_its_size_gives_way_to_the_twin(monkeypatch):
@@ -187,7 +191,7 @@ def test_guarded_chip_waits_for_the_sustained_check(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "chip_generation", lambda: 17)
     kernels = Kernels("auto", Record(tmp_path / "kernels.json"), run=never)
     kernels.attend_block(*draft_call(GrowingKVCache(), rows=20), Sight(), SCALE)
-    assert [verdict["refused"] for verdict in kernels.verdicts.values()] == [
+    assert [verdict.refused for verdict in kernels.verdicts.values()] == [
         "this chip needs the sustained check: python -m mlx_dflash.metalcheck"
     ]
 
@@ -249,6 +253,25 @@ def test_broken_record_costs_a_check_only(tmp_path):
     assert record.find("shape") is None
     record.keep("shape", {"refused": None})
     assert Record(record.path).find("shape") == {"refused": None}
+
+
+@pytest.mark.parametrize(
+    "entry, verdict",
+    [
+        ({"refused": None, "simdgroups": 8, "cores": 40, "is_slower": False, "ms": {"1024": [1.0, 2.0]}}, KERNEL),
+        ({"refused": "it is 0.50 times as fast as stock", "is_slower": True, "ms": {"": [2.0, 1.0]}}, TWIN),
+        (
+            {"refused": "two runs of the kernel differ", "from a later version": 1},
+            Verdict("two runs of the kernel differ"),
+        ),
+    ],
+    ids=["faster", "slower", "wrong"],
+)
+def test_a_recorded_verdict_is_read_back_as_it_was_kept(tmp_path, entry, verdict):
+    assert Verdict.from_entry(entry) == verdict
+    Record(tmp_path / "kernels.json").keep("shape", verdict.to_entry())
+    found = Record(tmp_path / "kernels.json").find("shape")
+    assert Verdict.from_entry(found) == verdict and found.items() <= entry.items()
 
 
 def test_unknown_mode_is_refused():

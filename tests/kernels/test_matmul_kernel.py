@@ -113,4 +113,4 @@ def test_shapes_the_kernel_does_not_know_are_refused():
 @pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_text_keeps_address_spaces_apart(case):
-    assert not (complaints := lint(multiply_call(*problem(case)))), complaints
+    assert lint(multiply_call(*problem(case))) == ""

@@ -247,7 +247,6 @@ def mlx_text(call, tmp_path, capfd):
         input_names=list(call.inputs),
         output_names=list(call.outputs),
         source=call.source,
-        header=call.header,
         ensure_row_contiguous=False,
     )
     shapes, dtypes = zip(*call.outputs.values())
@@ -287,7 +286,6 @@ SIGNATURES = {
         "simdgroups_per_threadgroup threads_per_simdgroup thread_execution_width "
         "dispatch_threads_per_threadgroup grid_size"
     ),
-    "header": dict(source="", header="constant int c = 1;\n"),
 }
 
 

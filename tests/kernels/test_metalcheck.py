@@ -32,8 +32,8 @@ def mac(tmp_path, monkeypatch):
     monkeypatch.setattr(metalcheck, "probe", partial(metalcheck.probe, 2**10, 32))
     monkeypatch.setattr(metalcheck, "default_path", lambda: tmp_path / "kernels.json")
     monkeypatch.setattr(trial, "check_attention", partial(trial.check_attention, contexts=(33,)))
-    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: {"cores": 20, "ms": {"64": (0.5, 1.0)}})
-    monkeypatch.setattr(trial, "race_product", lambda *_: {"ms": {"": (0.5, 1.0)}})
+    monkeypatch.setattr(trial, "race_attention", lambda *_, **__: trial.Race({"64": (0.5, 1.0)}, cores=20))
+    monkeypatch.setattr(trial, "race_product", lambda *_: trial.Race({"": (0.5, 1.0)}))
     return tmp_path
 
 

@@ -66,7 +66,7 @@ class KernelError(RuntimeError):
 class Fault:
     kind: str
     message: str
-    line: int  # in the kernel body; negative: in the header; 0: unknown
+    line: int  # in the kernel body; 0: unknown
     code: str
 
     def __str__(self):
@@ -178,8 +178,8 @@ def _program(call, arguments: list[str]) -> str:
     text, function = signature(call)
     values = ", ".join(value for *_, value in template_arguments(call.template))
     return (
-        f'#include "metal.h"\nnamespace metal {{ namespace user {{\n#line 1 "msl.header"\n{to_cpp(call.header, 128)}\n'
-        f'#line 1 "msl.sig"\n{text[len(call.header) :]}\n#line 1 "msl.body"\n{to_cpp(call.source)}\n}} }} }}\n'
+        f'#include "metal.h"\nnamespace metal {{ namespace user {{\n'
+        f'#line 1 "msl.sig"\n{text}\n#line 1 "msl.body"\n{to_cpp(call.source)}\n}} }} }}\n'
         'using namespace metal;\nextern "C" EMU_NOSAN void emu_kernel_main(void** b) '
         f"{{ user::{function}{f'<{values}>' if values else ''}({', '.join(arguments)}); }}\n"
     )
@@ -188,10 +188,8 @@ def _program(call, arguments: list[str]) -> str:
 def _explain(library, error, source: str) -> Fault:
     line = error.line
     if error.pc:
-        found = re.search(
-            r"msl\.(body|header):(\d+)", command("addr2line", "-i", "-e", str(library), hex(error.pc - 1))
-        )
-        line = int(found[2]) * (1 if found[1] == "body" else -1) if found else 0
+        found = re.search(r"msl\.body:(\d+)", command("addr2line", "-i", "-e", str(library), hex(error.pc - 1)))
+        line = int(found[1]) if found else 0
     kind, text = ERRORS[error.kind]
     fields = {name: getattr(error, name) for name, _ in _Error._fields_}
     fields |= {"name": error.name.decode(), "verb": "write" if error.extra else "read"}

@@ -1,4 +1,4 @@
-"""Address spaces: clang reads the exact text MLX would hand to Metal, with device, constant and threadgroup as types."""
+"""Address spaces: clang reads the text that MLX would hand to Metal, with device, constant and threadgroup as types."""
 
 import re
 import shutil
@@ -13,12 +13,12 @@ _VECTOR_MAKE = re.compile(r"(?<![\w:<.])((?:u?(?:int|short|char|long)|float|half
 
 
 def clang() -> str | None:
-    """The clang++ of this machine, or None."""
+    """Return the path of this machine's clang++, or None."""
     return shutil.which("clang++")
 
 
 def lint(call) -> str:
-    """What clang complains about in a launch's text; the empty string when it is clean."""
+    """Return clang's complaints about a launch's text; the empty string if there are none."""
     text, function = signature(call)
     values = ", ".join(value for *_, value in template_arguments(call.template))
     body = SHARED.sub(lambda m: m[0].replace("threadgroup", "static threadgroup", 1), call.source)
@@ -26,15 +26,6 @@ def lint(call) -> str:
     text = re.sub(r"\[\[[^]]*\]\]", "", text)
     instance = f"auto instance = &{function}<{values}>;" if values else ""
     program = f'#include "lint.h"\nusing namespace metal;\n{text}\n#line 1 "body"\n{body}\n}}\n{instance}\n'
-    flags = [
-        "-x",
-        "c++",
-        "-std=c++17",
-        "-fsyntax-only",
-        "-Werror=uninitialized",
-        "-Werror=sometimes-uninitialized",
-        "-w",
-        f"-I{HERE}",
-        "-",
-    ]
-    return subprocess.run([clang(), *flags], input=program, capture_output=True, text=True).stderr
+    warnings = ["-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-w"]
+    command = [clang(), "-x", "c++", "-std=c++17", "-fsyntax-only", *warnings, f"-I{HERE}", "-"]
+    return subprocess.run(command, input=program, capture_output=True, text=True).stderr

@@ -44,7 +44,8 @@ template <class T> using If_int = enable_if_t<is_integral_v<T>, int>;
   inline bfloat& operator op##=(bfloat& a, bfloat b) { return a = a op b; }
 OP(+) OP(-) OP(*) OP(/)
 constexpr bfloat operator-(bfloat a) { return bfloat(-(float)a); }
-template <class T> constexpr bool is_floating_point_v = is_same_v<T, float> || is_same_v<T, half> || is_same_v<T, bfloat>;
+template <class T> constexpr bool is_floating_point_v =
+  is_same_v<T, float> || is_same_v<T, half> || is_same_v<T, bfloat>;
 template <class T> constexpr bool is_scalar = is_num<T> || is_same_v<T, bfloat>;
 template <class T> using If_scalar = enable_if_t<is_scalar<T>, int>;
 template <class T> struct numeric_limits : std::numeric_limits<T> {};
@@ -103,8 +104,10 @@ template <class T, int N> struct vec : vstore<T, N> {
     EACH(r.v[i] = R(a.v[i] op b.v[i])) \
     return r; \
   } \
-  template <class T, int N, class S, If_scalar<S> = 0> inline auto operator op(vec<T, N> a, S b) { return a op vec<T, N>(b); } \
-  template <class T, int N, class S, If_scalar<S> = 0> inline auto operator op(S a, vec<T, N> b) { return vec<T, N>(a) op b; }
+  template <class T, int N, class S, If_scalar<S> = 0> inline auto operator op(vec<T, N> a, S b) { \
+    return a op vec<T, N>(b); } \
+  template <class T, int N, class S, If_scalar<S> = 0> inline auto operator op(S a, vec<T, N> b) { \
+    return vec<T, N>(a) op b; }
 #define VOP(op) \
   VBIN(op, T) \
   template <class T, int N, class B> inline vec<T, N>& operator op##=(vec<T, N>& a, B b) { return a = a op b; }
@@ -128,9 +131,11 @@ VT(bool) VT(char) VT(uchar) VT(short) VT(ushort) VT(int) VT(uint) VT(long) VT(ul
 #define F2(n, e) FN(n, A2, a.v[i] COMMA b.v[i], [](float x, float y) { return e; }(a, b))
 #define F3(n, e) FN(n, A3, a.v[i] COMMA b.v[i] COMMA c.v[i], [](float x, float y, float z) { return e; }(a, b, c))
 #define MATH \
-  F1(exp, expf(x)) F1(exp2, exp2f(x)) F1(log, logf(x)) F1(log2, log2f(x)) F1(sqrt, sqrtf(x)) F1(rsqrt, 1.0f / sqrtf(x)) \
+  F1(exp, expf(x)) F1(exp2, exp2f(x)) F1(log, logf(x)) F1(log2, log2f(x)) \
+  F1(sqrt, sqrtf(x)) F1(rsqrt, 1.0f / sqrtf(x)) \
   F1(sin, sinf(x)) F1(cos, cosf(x)) F1(tanh, tanhf(x)) F1(floor, floorf(x)) F1(ceil, ceilf(x)) F1(rint, rintf(x)) \
-  F1(round, roundf(x)) F1(trunc, truncf(x)) F1(abs, fabsf(x)) F1(fabs, fabsf(x)) F2(pow, powf(x, y)) F2(fmod, fmodf(x, y)) \
+  F1(round, roundf(x)) F1(trunc, truncf(x)) F1(abs, fabsf(x)) F1(fabs, fabsf(x)) F2(pow, powf(x, y)) \
+  F2(fmod, fmodf(x, y)) \
   F2(max, fmaxf(x, y)) F2(min, fminf(x, y)) F2(divide, x / y) F3(fma, fmaf(x, y, z)) F3(clamp, fminf(fmaxf(x, y), z))
 MATH
 namespace fast { MATH }
@@ -170,12 +175,16 @@ template <class T, class F> EMU_NOSAN inline T reduce(T v, F f, int line) {  // 
   x->reduced = 1;
   return *(T*)x->d[0];
 }
-#define RED(n, e) template <class T> inline T simd_##n(T v, EMU_LINE) { return reduce(v, [](T a, T b) EMU_NOSAN { return T(e); }, LINE); }
-RED(sum, a + b) RED(product, a * b) RED(max, max(a, b)) RED(min, min(a, b)) RED(and, a & b) RED(or, a | b) RED(xor, a ^ b)
+#define RED(n, e) \
+  template <class T> inline T simd_##n(T v, EMU_LINE) { \
+  return reduce(v, [](T a, T b) EMU_NOSAN { return T(e); }, LINE); }
+RED(sum, a + b) RED(product, a * b) RED(max, max(a, b)) RED(min, min(a, b)) RED(and, a & b)
+RED(or, a | b) RED(xor, a ^ b)
 inline bool simd_all(bool v, EMU_LINE) { return simd_and(int(v), LINE); }
 inline bool simd_any(bool v, EMU_LINE) { return simd_or(int(v), LINE); }
 EMU_NOSAN inline uint me() { return emu::cur->lane; }
-#define SHUFFLE(n, to) template <class T> inline T n(T v, ushort k, EMU_LINE) { auto x = xchg(v, 2, LINE); return lane<T>(x, to, LINE); }
+#define SHUFFLE(n, to) \
+  template <class T> inline T n(T v, ushort k, EMU_LINE) { auto x = xchg(v, 2, LINE); return lane<T>(x, to, LINE); }
 SHUFFLE(simd_shuffle, k) SHUFFLE(simd_broadcast, k) SHUFFLE(simd_shuffle_xor, me() ^ k)
 SHUFFLE(simd_shuffle_down, me() + k > 31 ? me() : me() + k) SHUFFLE(simd_shuffle_up, me() < k ? me() : me() - k)
 

@@ -18,17 +18,17 @@ _CAST = re.compile(
 _NOT_METAL = re.compile(r"(?<![\w.>])(double|goto|throw|try|catch|new|delete|virtual|std|printf)(?!\w)")
 
 
-def to_cpp(text: str, first_slot: int = 0) -> str:
-    """Translate a kernel body or header.
+def to_cpp(text: str) -> str:
+    """Translate a kernel body.
 
     Threadgroup variables become references into checked memory, 1.0 becomes 1.0f (Metal has no double), 1.0h a half,
-    and v.xy becomes v.xy() or, where it is assigned to, v.xy_(). first_slot: number of the first threadgroup variable.
+    and v.xy becomes v.xy() or, where it is assigned to, v.xy_().
     Raises SyntaxError for what Metal would not accept or what cannot be translated.
     """
     text = _literals_and_swizzles(_COMMENT.sub(lambda m: "\n" * m[0].count("\n"), text))
     if m := _CAST.search(text) or _NOT_METAL.search(re.sub(r'"[^"\n]*"', "", text)):
         raise SyntaxError(f"not Metal: {m[0]}")
-    text = _threadgroup_variables(text, first_slot)
+    text = _threadgroup_variables(text)
     if m := _STILL_SHARED.search(text):  # left alone, it would silently become a private variable
         raise SyntaxError(f"threadgroup variable not understood: {m[0]}")
     return text
@@ -46,7 +46,9 @@ def _literals_and_swizzles(text: str) -> str:
     return "".join(out)
 
 
-def _threadgroup_variables(text: str, slot: int) -> str:
+def _threadgroup_variables(text: str) -> str:
+    slot = 0
+
     def declare(m):
         nonlocal slot
         code = m[1] + "\n" * (m[0].count("\n") - m[1].count("\n"))

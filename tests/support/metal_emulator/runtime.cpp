@@ -72,7 +72,8 @@ emu_switch:
 )");
 extern "C" void emu_switch(void** save, void* to) __attribute__((visibility("hidden")));
 
-static void report(Kind k, bool fatal, void* pc, int line, const char* name, int64_t index = 0, int other = 0, int extra = 0) {
+static void report(Kind k, bool fatal, void* pc, int line, const char* name,
+    int64_t index = 0, int other = 0, int extra = 0) {
   uint64_t off = pc ? (char*)pc - __ehdr_start : 0;
   Err *e = L->err, *end = e + L->nerr;
   while (e < end && (e->pc != off || e->line != line || e->kind != k)) e++;
@@ -88,7 +89,8 @@ static void report(Kind k, bool fatal, void* pc, int line, const char* name, int
 static struct sigaction old_act[3];
 static const int SIGS[3] = {SIGSEGV, SIGFPE, SIGBUS};
 static void on_signal(int sig, siginfo_t* si, void* uc) {  // what the hooks did not stop: a stack overflow, mostly
-  if (active) report(CRASH, true, (void*)(((ucontext_t*)uc)->uc_mcontext.gregs[REG_RIP] + 1), 0, "", (int64_t)si->si_addr, sig);
+  if (active) report(CRASH, true, (void*)(((ucontext_t*)uc)->uc_mcontext.gregs[REG_RIP] + 1), 0, "",
+      (int64_t)si->si_addr, sig);
   for (int i = 0; i < 3; i++) sigaction(SIGS[i], &old_act[i], nullptr);
 }
 
@@ -161,7 +163,8 @@ static void touch(uintptr_t a, unsigned n, bool w, void* pc) {
     report(WILD, true, pc, 0, "", a, n, w);
   }
   Region& r = R[slot];
-  if (a < r.lo || a + n > r.hi) report(OOB, true, pc, 0, r.name, (int64_t)(a - r.lo) / (int)r.elem, (r.hi - r.lo) / r.elem, w);
+  if (a < r.lo || a + n > r.hi)
+      report(OOB, true, pc, 0, r.name, (int64_t)(a - r.lo) / (int)r.elem, (r.hi - r.lo) / r.elem, w);
   size_t g0 = (a - r.lo) / r.elem, g1 = (a - r.lo + n - 1) / r.elem;
   if (w && !r.cell) report(READ_ONLY, true, pc, 0, r.name, g0);
   if (Buf* b = r.buf) {
@@ -268,7 +271,8 @@ static void report_stuck() {  // nothing can run: name two threads that wait for
     for (uint32_t j = i + 1; j < group_n; j++) {
       if (F[i].st == DONE || F[j].st == DONE || same(F[i], F[j]) || (F[i].st != W_TG && j / 32 != i / 32)) continue;
       fib = &F[i];
-      report(F[i].st == W_TG && F[j].st == W_TG ? BARRIER : DIVERGED, false, nullptr, F[i].line, "deadlock", 0, j, F[j].line);
+      report(F[i].st == W_TG && F[j].st == W_TG ? BARRIER : DIVERGED, false, nullptr, F[i].line, "deadlock", 0, j,
+            F[j].line);
       return;
     }
 }
@@ -284,7 +288,8 @@ static bool run_group(const uint32_t* g) {
   group_waiting = 0;
   memset(sgs, 0, sizeof sgs), memset(G, 0, sizeof G), memset(S, 0, sizeof S);
   for (uint32_t i = 0; i < group_n; i++) {
-    F[i].t = {i, i % 32, i / 32, group_n, {}, {i % sz[0], i / sz[0] % sz[1], i / (sz[0] * sz[1])}, {g[0], g[1], g[2]}, {sz[0], sz[1], sz[2]}};
+    F[i].t = {i, i % 32, i / 32, group_n, {}, {i % sz[0], i / sz[0] % sz[1], i / (sz[0] * sz[1])},
+        {g[0], g[1], g[2]}, {sz[0], sz[1], sz[2]}};
     for (int k = 0; k < 3; k++) F[i].t.in_grid[k] = g[k] * tg_nominal[k] + F[i].t.in_tg[k];
     uint64_t* sp = (uint64_t*)(stacks + STK * (i + 1)) - 8;
     memset(sp, 0, 64);
@@ -370,8 +375,10 @@ extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 struct UbLoc { const char* file; uint32_t line, col; };  // first field of every handler's data
 #define UB(n, what, fatal) \
-  extern "C" void __ubsan_handle_##n(UbLoc* l, uintptr_t v) { if (active) report(UNDEFINED, fatal, nullptr, l->line, what, v); }
-UB(out_of_bounds, "array index out of bounds", true) UB(type_mismatch_v1, "null or misaligned pointer, or past a private array", true)
+  extern "C" void __ubsan_handle_##n(UbLoc* l, uintptr_t v) { \
+    if (active) report(UNDEFINED, fatal, nullptr, l->line, what, v); }
+UB(out_of_bounds, "array index out of bounds", true)
+UB(type_mismatch_v1, "null or misaligned pointer, or past a private array", true)
 UB(divrem_overflow, "division by zero", true) UB(shift_out_of_bounds, "shift count out of range", false)
 UB(float_cast_overflow, "float-to-int out of range", false) UB(load_invalid_value, "invalid bool", false)
 UB(negate_overflow, "signed overflow", false) UB(add_overflow, "signed overflow", false)

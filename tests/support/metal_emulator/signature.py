@@ -62,4 +62,4 @@ def signature(call) -> tuple[str, str]:
     lines = [f"  {argument} [[buffer({i})]]" for i, argument in enumerate(arguments)]
     lines += [f"  {kind} {name} [[{name}]]" for name, (kind, _) in ATTRIBUTES.items() if name in call.source]
     head = f"template <{', '.join(f'{kind} {name}' for kind, name, _ in params)}>\n" if params else ""
-    return f"{call.header}{head}[[kernel]] void {function}(\n" + ",\n".join(lines) + ") {\n", function
+    return f"{head}[[kernel]] void {function}(\n" + ",\n".join(lines) + ") {\n", function
