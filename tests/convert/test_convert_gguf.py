@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import load
+from support import gguf_files as files
+from support.gguf_files import Type
 
 from convert import convert_gguf
-
-pytest.importorskip("gguf")
-from support import gguf_files as files  # noqa: E402
-from support.gguf_files import Type  # noqa: E402
 
 KINDS = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.F16, Type.BF16, Type.F32]
 KIND_IDS = [kind.name for kind in KINDS]
@@ -132,7 +130,7 @@ def test_config_comes_from_the_metadata(paths):
 
 
 def llama3_factors(theta: float) -> np.ndarray:
-    """What Llama 3 divides each frequency by: 8 for waves over 8192 positions, 1 for those under 2048, between: between."""
+    """Divisors of the frequencies in Llama 3: 8 for waves over 8192 positions, 1 under 2048, a mixture in between."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, files.HEAD_DIM, 2) / files.HEAD_DIM)
     share = (8192 / wavelengths - 1) / 3
     between = 1 / ((1 - share) / 8 + share)
