@@ -243,6 +243,7 @@ def test_quantized_gguf_draft_is_what_the_gguf_package_reads(tmp_path, kind, mak
 REFUSED = {
     "DSpark": (dict(architectures=["DSparkDraftModel"]), "DSpark"),
     "Domino": (dict(dflash=dict(projector_type="domino")), "Domino"),
+    "Domino at the top": (dict(projector_type="domino"), "Domino"),
     "DSpark projector": (dict(dflash=dict(projector_type="dspark")), "DSpark"),
     "DFly": (dict(layer_fusion_weights=True), "DFly"),
     "Laguna": (dict(model_type="laguna"), "Laguna"),
