@@ -186,5 +186,5 @@ def test_command_line_drops_no_flag(tmp_path, capsys, flags, message):
     source = write_folder(tmp_path / "hf", [draft_weights()])
     with pytest.raises(SystemExit) as stop:
         main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "mlx"), *flags])
-    assert stop.value.code == 1 and message in capsys.readouterr().err
+    assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "mlx").exists()

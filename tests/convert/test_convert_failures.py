@@ -14,6 +14,7 @@ from support.fixtures import (
 )
 
 from convert import convert_draft, convert_gguf, convert_target
+from convert.__main__ import main
 from convert.draft import Changes, Quantization
 
 
@@ -90,3 +91,23 @@ def test_failure_is_named_and_leaves_no_folder(tmp_path, fail):
     with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=FAILURES[fail]):
         fail(tmp_path, tmp_path / "mlx")
     assert [path.stem for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ([], 1, "error: RuntimeError: [load_safetensors]"),
+        (["--debug"], 1, "Traceback"),
+        (["--target", "x"], 2, "error: --target does not apply to a target; leave it out"),
+    ],
+)
+def test_the_command_ends_in_one_line_whatever_fails(tmp_path, capsys, flags, status, message):
+    source = target(tmp_path)
+    file = tmp_path / "source" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(SystemExit) as stop:
+        main(["--hf-path", source, "--mlx-path", str(tmp_path / "mlx"), *flags])
+    error = capsys.readouterr().err
+    assert stop.value.code == status and error.startswith(message)
+    assert error.count("\n") == 1 or "--debug" in flags, error
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

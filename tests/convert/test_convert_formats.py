@@ -204,7 +204,7 @@ def test_command_line_names_what_mlx_lm_cannot_convert(tmp_path, capsys, config,
         (tmp_path / "hf" / "config.json").write_text(config)
     with pytest.raises(SystemExit) as stop:
         main(["--hf-path", str(tmp_path / "hf"), "--mlx-path", str(tmp_path / "mlx")])
-    assert stop.value.code == 1 and message in capsys.readouterr().err
+    assert stop.value.code == 2 and message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
