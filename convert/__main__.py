@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 
 from mlx_dflash.checkpoints.gguf import ARCHITECTURES
+from mlx_dflash.commands.errors import user_errors
 from mlx_dflash.files.gguf import gguf_architecture
 from mlx_dflash.files.hub import download_draft, draft_folder, local_path
 from mlx_dflash.files.safetensors import is_draft_config, read_config
@@ -17,12 +18,13 @@ from .card import origin_of
 from .draft import Changes, Quantization
 
 EXAMPLES = """examples:
-  python -m convert --hf-path z-lab/Qwen3-4B-DFlash-b16 --mlx-path qwen3-4b-dflash -q --q-bits 8 --check
-  python -m convert --hf-path z-lab/Qwen3-4B-DFlash-b16 --mlx-path small-head --draft-vocab 32000 --target Qwen/Qwen3-4B
-  python -m convert --hf-path SmolLM2-135M-Instruct.Q4_1.gguf --mlx-path smollm2-135m
-  python -m convert --hf-path Qwen/Qwen3-4B --mlx-path qwen3-4b-4bit -q
+  python -m mlx_dflash.convert --hf-path z-lab/Qwen3-4B-DFlash-b16 --mlx-path qwen3-4b-dflash -q --q-bits 8 --check
+  python -m mlx_dflash.convert --hf-path z-lab/Qwen3-4B-DFlash-b16 --mlx-path small \\
+    --draft-vocab 32000 --target Qwen/Qwen3-4B
+  python -m mlx_dflash.convert --hf-path SmolLM2-135M-Instruct.Q4_1.gguf --mlx-path smollm2-135m
+  python -m mlx_dflash.convert --hf-path Qwen/Qwen3-4B --mlx-path qwen3-4b-4bit -q
 """
-COMMON = {"hf_path", "mlx_path", "dtype", "revision", "check", "upload_repo"}
+COMMON = {"hf_path", "mlx_path", "dtype", "revision", "check", "upload_repo", "debug"}
 QUANTIZATION = {"quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"}
 HONOURED = {
     "draft": COMMON | QUANTIZATION | {"draft_vocab", "draft_vocab_text", "target"},
@@ -35,10 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     """Convert what --hf-path names into the new folder --mlx-path."""
     parser = configure_parser()
     options = parser.parse_args(argv)
-    try:
+    with user_errors(options.debug):
         run(parser, options)
-    except (ValueError, OSError) as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 def configure_parser() -> argparse.ArgumentParser:
@@ -49,19 +49,24 @@ def configure_parser() -> argparse.ArgumentParser:
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EXAMPLES
     add = parser.add_argument
     add("--revision", help="Branch, tag or commit of the repository on the hub.")
-    add("--check", action="store_true", help="Load the result and compare what it computes with its source.")
+    add("--check", action="store_true", help="Load the converted model and compare what it computes with its source.")
     add(
         "--draft-vocab",
         type=int,
         metavar="N",
-        help="Give a draft a head of only N tokens of the target's; needs --target.",
+        help="Give the draft an output head of only N of the target's tokens; needs --target.",
     )
     add(
         "--draft-vocab-text",
         metavar="FILE",
-        help="Keep the tokens most frequent in this text (default: the tokenizer's first).",
+        help="Text file whose most frequent tokens --draft-vocab keeps; without it, the first tokens of the tokenizer.",
     )
-    add("--target", help="The draft's target, whose tokenizer counts the tokens for --draft-vocab.")
+    add(
+        "--target",
+        metavar="MODEL",
+        help="Target of the draft: a folder, a repository on the hub or 'demo'; --draft-vocab needs its tokenizer.",
+    )
+    add("--debug", action="store_true", help="Show where in the code an error comes from.")
     return parser
 
 

@@ -22,7 +22,7 @@ from support.fixtures import (
     tiny_target,
 )
 
-from convert import convert_draft, convert_gguf, convert_target
+from convert import convert_draft, convert_gguf
 from convert.__main__ import main
 from convert.draft import Changes, Quantization
 from convert.vocabulary import frequent_tokens
@@ -195,18 +195,17 @@ def test_target_is_converted_by_mlx_lm_and_checked(tmp_path, capsys):
     assert "quantization" in json.loads((tmp_path / "q" / "config.json").read_text())
 
 
-def test_failed_conversion_of_a_target_leaves_no_folder(tmp_path):
-    source = save_target(tmp_path / "hf", tiny_target(), target_config(), byte_tokenizer())
-    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-1000])
-    with pytest.raises((RuntimeError, ValueError)):
-        convert_target(str(source), tmp_path / "mlx")
-    for name in ("empty", "unknown"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nonesuch"}')
-    for name in ("empty", "unknown"):
-        with pytest.raises(SystemExit):
-            main(["--hf-path", str(tmp_path / name), "--mlx-path", str(tmp_path / "mlx")])
-    assert {p.name for p in tmp_path.iterdir()} == {"hf", "empty", "unknown"}
+@pytest.mark.parametrize(
+    ("config", "message"), [(None, "no config.json"), ('{"model_type": "qwen3"}', "No safetensors found")]
+)
+def test_command_line_names_what_mlx_lm_cannot_convert(tmp_path, capsys, config, message):
+    (tmp_path / "hf").mkdir()
+    if config:
+        (tmp_path / "hf" / "config.json").write_text(config)
+    with pytest.raises(SystemExit) as stop:
+        main(["--hf-path", str(tmp_path / "hf"), "--mlx-path", str(tmp_path / "mlx")])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 FAMILIES = {

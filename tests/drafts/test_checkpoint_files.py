@@ -1,6 +1,5 @@
 """Damaged and hostile files: every one gives a clear error before anything is computed, and none is ever executed."""
 
-import json
 import os
 import pickle
 import struct
@@ -11,7 +10,7 @@ import zipfile
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import draft_config, draft_inputs, draft_weights, save_draft, tiny_target
+from support.fixtures import draft_config, draft_inputs, draft_weights, save_checkpoint, save_draft
 from support.reference import reference_draft_logits
 
 import mlx_dflash
@@ -19,7 +18,6 @@ from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from mlx_dflash.files.safetensors import read_mask_embedding, read_safetensors, read_tensors
 from mlx_dflash.files.torch_pickle import read_torch_file
-from mlx_dflash.pair import Pair
 
 
 class TorchTensor:
@@ -213,20 +211,31 @@ def test_broken_safetensors_are_named(tmp_path, how):
         read_safetensors(file)
 
 
-def test_missing_stray_and_foreign_shards(tmp_path):
-    config = draft_config()
-    weights = draft_weights(config)
-    folder = save_draft(tmp_path / "a", config, weights, shards=3)
+@pytest.fixture
+def sharded(tmp_path):
+    """A draft in three shards with an index, and a file that the index does not name."""
+    folder = save_draft(tmp_path, draft_config(), draft_weights(draft_config()), shards=3)
     (folder / "model.safetensors").write_bytes(b"stale")
-    assert read_tensors(folder).keys() == weights.keys(), "a stray file that the index does not name must not matter"
-    (folder / "model.safetensors.index.json").unlink()
+    return folder
+
+
+def test_a_file_that_the_index_does_not_name_is_not_read(sharded):
+    assert read_tensors(sharded).keys() == draft_weights(draft_config()).keys()
+
+
+def test_without_an_index_one_set_of_shards_is_read_and_a_mixture_refused(sharded):
+    (sharded / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match="cannot tell which"):
-        read_tensors(folder)
-    (folder / "model.safetensors").unlink()
-    assert read_tensors(folder).keys() == weights.keys()
-    (folder / "model-00002-of-00003.safetensors").unlink()
+        read_tensors(sharded)
+    (sharded / "model.safetensors").unlink()
+    assert read_tensors(sharded).keys() == draft_weights(draft_config()).keys()
+
+
+def test_missing_shards_are_counted(sharded):
+    for name in ("model.safetensors", "model.safetensors.index.json", "model-00002-of-00003.safetensors"):
+        (sharded / name).unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks shards \[2\] of 3"):
-        read_tensors(folder)
+        read_tensors(sharded)
 
 
 @pytest.mark.parametrize(
@@ -237,74 +246,75 @@ def test_missing_stray_and_foreign_shards(tmp_path):
         ("{", "valid JSON"),
         ('{"weight_map": {"a": "../../etc/passwd"}}', "same folder"),
         ('{"weight_map": {"a": 5}}', "same folder"),
-        ('{"weight_map": {"a": "model.safetensors"}}', "promises tensors"),
+        ('{"weight_map": {"a": "model.safetensors"}}', "promises tensors that its files do not hold: a"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "lacks absent.safetensors"),
     ],
 )
-def test_broken_indexes(tmp_path, index, message):
+def test_a_broken_index_is_named(tmp_path, index, message):
     folder = save_draft(tmp_path, draft_config(), draft_weights(draft_config()))
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read_tensors(folder)
 
 
-def test_wrong_places_are_named(tmp_path):
+@pytest.mark.parametrize("loader", [mlx_dflash.load, mlx_dflash.load_draft], ids=["load", "load_draft"])
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("absent", FileNotFoundError, "no folder .*absent"),
+        ("empty", FileNotFoundError, "empty has no config.json"),
+        ("folder", FileNotFoundError, "folder has no config.json"),
+        ("file.txt", ValueError, "file.txt is a file"),
+    ],
+)
+def test_what_is_no_model_folder_is_named_without_asking_the_hub(tmp_path, loader, name, error, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("a path reached the hub"))
     (tmp_path / "file.txt").write_text("x")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "config.json").mkdir()
-    for name, error, message in [
-        ("file.txt", ValueError, "is a file"),
-        ("empty", FileNotFoundError, "no config.json"),
-        ("config", FileNotFoundError, "no config.json"),
-        ("absent", FileNotFoundError, "no folder"),
-    ]:
-        with pytest.raises(error, match=message):
-            mlx_dflash.load_draft(str(tmp_path / name))
-    (tmp_path / "empty" / "config.json").write_text("not json")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        mlx_dflash.load_draft(str(tmp_path / "empty"))
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    with pytest.raises(error, match=message):
+        loader(str(tmp_path / name))
+
+
+DAMAGED_DRAFTS = {
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[1]"), "config.json must hold a JSON object"),
+    "cut weights": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "has 5000 bytes, its header says"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "lacks safetensors files"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED_DRAFTS)
+def test_a_damaged_draft_is_named_with_its_folder(tmp_path, how):
+    damage, message = DAMAGED_DRAFTS[how]
+    damage(save_draft(tmp_path, draft_config(), draft_weights(draft_config())))
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{tmp_path}.*{message}"):
+        mlx_dflash.load_draft(str(tmp_path))
+
+
+def test_a_file_that_is_gguf_by_name_only_is_named(tmp_path):
     (tmp_path / "fake.gguf").write_bytes(b"GGML" + bytes(40))
-    with pytest.raises(ValueError, match="not a GGUF file"):
+    with pytest.raises(ValueError, match="fake.gguf is not a GGUF file"):
         mlx_dflash.load_draft(str(tmp_path / "fake.gguf"))
 
 
-def test_wrong_shapes_and_reduced_heads_are_named(tmp_path):
-    config = draft_config()
-    cases = [
-        ({"fc.weight": np.ones((32, 32))}, {}, "fc.weight has shape"),
+LEFT_OUT = None  # In the place of a tensor.
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "message"),
+    [
+        ({"fc.weight": LEFT_OUT}, {}, "lacks 1 tensors of a DFlash draft, among them fc.weight"),
+        ({"fc.weight": np.ones((32, 96))}, {}, r"fc.weight has shape \(32, 96\).*\(32, 64\)"),
         ({"d2t": np.zeros(4, np.int64)}, {"draft_vocab_size": 5}, "d2t has shape"),
         ({"d2t": np.array([0, -1, 0])}, {"draft_vocab_size": 3}, "different tokens"),
         ({"d2t": np.array([0, 0, 96])}, {"draft_vocab_size": 3}, "different tokens"),
         ({"d2t": np.zeros(3, np.float32)}, {"draft_vocab_size": 3}, "whole numbers"),
         ({}, {"draft_vocab_size": 3}, "no d2t"),
-    ]
-    for i, (tensors, changes, message) in enumerate(cases):
-        arrays = {name: mx.array(w) for name, w in (draft_weights(config) | tensors).items()}
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-        with pytest.raises(ValueError, match=message):
-            mlx_dflash.load_draft(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("changes", "target", "message"),
-    [
-        (dict(hidden_size=64, target_hidden_size=64), {}, "hidden size is 64"),
-        (dict(num_target_layers=5), {}, "5 layers, this target has 4"),
-        (dict(vocab_size=98), {}, "98 tokens, the target one of 97"),
-        (dict(num_target_layers=None, dflash=dict(target_layer_ids=[0, 9])), {}, "taps layers"),
-        (dict(target_hidden_size=64), {}, "width 64, the target's layers give 32"),
     ],
 )
-def test_pairs_that_do_not_fit_name_both_sides(tmp_path, changes, target, message):
-    config = draft_config(**changes)
-    if changes.get("target_hidden_size") == 64 and config["hidden_size"] == 32:
-        extra = {"embed_tokens.weight": np.ones((97, 32), np.float32), "lm_head.weight": np.ones((97, 32), np.float32)}
-    else:
-        extra = {}
-    draft = mlx_dflash.load_draft(str(save_draft(tmp_path, config, draft_weights(config) | extra)))
+def test_tensors_that_do_not_fit_the_configuration_are_named(tmp_path, tensors, changes, message):
+    weights = {name: mx.array(w) for name, w in (draft_weights(draft_config()) | tensors).items() if w is not LEFT_OUT}
+    folder = save_checkpoint(tmp_path, draft_config(**changes), weights)
     with pytest.raises(ValueError, match=message):
-        Pair(tiny_target(**target), draft)
+        mlx_dflash.load_draft(str(folder))

@@ -40,14 +40,14 @@ def check_same(tmp_path, config, weights, other):
 
 
 @pytest.mark.parametrize("make", [draft_config, draft2_config], ids=["v1", "v2"])
-def test_speculators_layout(tmp_path, make):
+def test_speculators_layout_gives_the_same_draft(tmp_path, make):
     config = make(layer_types=[SLIDING, FULL], sliding_window=8, is_causal=None)
     weights = draft_weights(config)
     other = save_draft(tmp_path / "other", speculators_config(config), weights, prefix="model.")
     check_same(tmp_path, config, weights, other)
 
 
-def test_speculators_window_that_is_not_causal(tmp_path):
+def test_speculators_window_that_is_not_causal_gives_the_same_draft(tmp_path):
     config = draft_config(layer_types=[SLIDING] * 2, sliding_window=8, is_causal=False)
     weights = draft_weights(config)
     changes = speculators_config(
@@ -56,7 +56,7 @@ def test_speculators_window_that_is_not_causal(tmp_path):
     check_same(tmp_path, config, weights, save_draft(tmp_path / "other", changes, weights))
 
 
-def test_speculators_own_embedding_and_reduced_head(tmp_path):
+def test_speculators_own_embedding_and_reduced_head_are_used(tmp_path):
     config = draft_config()
     weights = draft_weights(config)
     _, embed, head = draft_inputs(config, 1, seed=9)
@@ -117,7 +117,7 @@ LAYOUTS = {
     "vLLM's aux ids beside z-lab's": dict(eagle_aux_hidden_state_layer_ids=[0, 2]),
     "no number of target layers": dict(num_target_layers=None),
     "no head size": dict(head_dim=None),
-    "spare keys": dict(auto_map={"AutoModel": "dflash.DFlash"}, initializer_range=0.02, surprise=1),
+    "spare keys": dict(auto_map={"AutoModel": "dflash.DFlash"}, surprise=1, dflash=dict(comment="hello")),
     "SpecForge's flag": dict(dflash=dict(projector_type="dflash")),
 }
 
@@ -131,7 +131,7 @@ def test_key_spellings_give_the_same_draft(tmp_path, layout):
     check_same(tmp_path, config, weights, save_draft(tmp_path / "other", other, weights))
 
 
-def test_flat_keys_of_dflash_2(tmp_path):
+def test_flat_keys_of_dflash_2_give_the_same_draft(tmp_path):
     config = draft2_config()
     flat = {**config, **config["dflash_config"], "architectures": ["Qwen3DFlash2Model"]}
     del flat["dflash_config"]
@@ -162,7 +162,7 @@ RENAMES = {
 
 
 @pytest.mark.parametrize("renames", RENAMES)
-def test_tensor_aliases(tmp_path, renames):
+def test_other_names_of_the_tensors_give_the_same_draft(tmp_path, renames):
     config = draft2_config()
     weights = draft_weights(config)
     renamed = {RENAMES[renames](name): w for name, w in weights.items()}
@@ -181,7 +181,7 @@ def test_spare_copies_of_the_targets_tensors_change_nothing(tmp_path):
     assert "embed_tokens" not in draft and "lm_head" not in draft
 
 
-def test_mask_token_by_its_text(tmp_path):
+def test_a_mask_token_may_be_named_by_its_text(tmp_path):
     config = draft_config()
     weights = draft_weights(config)
     other = save_draft(tmp_path / "other", draft_config(dict(mask_token_id=None, mask_token="<|MASK|>")), weights)
@@ -193,7 +193,7 @@ def test_mask_token_by_its_text(tmp_path):
     check_same(tmp_path, config, weights, other)
 
 
-def test_draft_in_a_subfolder_of_its_target(tmp_path):
+def test_a_draft_in_a_subfolder_of_its_target_is_found_under_any_file_name(tmp_path):
     config = draft_config()
     weights = draft_weights(config)
     (tmp_path / "model").mkdir()
@@ -216,7 +216,7 @@ GGUF_DRAFTS = {
 
 
 @pytest.mark.parametrize("name", GGUF_DRAFTS)
-def test_gguf_draft(tmp_path, name):
+def test_a_gguf_draft_gives_the_same_draft(tmp_path, name):
     config = GGUF_DRAFTS[name]
     weights = draft_weights(config)
     check_same(tmp_path, config, weights, write_gguf_draft(tmp_path / "draft.gguf", config, weights))
@@ -243,6 +243,7 @@ def test_quantized_gguf_draft_is_what_the_gguf_package_reads(tmp_path, kind, mak
 REFUSED = {
     "DSpark": (dict(architectures=["DSparkDraftModel"]), "DSpark"),
     "Domino": (dict(dflash=dict(projector_type="domino")), "Domino"),
+    "Domino at the top": (dict(projector_type="domino"), "Domino"),
     "DSpark projector": (dict(dflash=dict(projector_type="dspark")), "DSpark"),
     "DFly": (dict(layer_fusion_weights=True), "DFly"),
     "Laguna": (dict(model_type="laguna"), "Laguna"),
@@ -308,6 +309,7 @@ def test_tensors_of_relatives_are_refused_by_name(tmp_path, tensor, message):
         (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)), "partial_rotary_factor 0.25"),
         (dict(rope_scaling=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)), "partial_rotary_factor"),
         (dict(num_hidden_layers=True), "num_hidden_layers"),
+        (dict(num_hidden_layers=None), "num_hidden_layers"),
         (dict(layer_types="full_attention"), "layer_types"),
         (dict(is_causal=None, dflash=dict(target_layer_ids=[0, 4])), "reach beyond"),
         (dict(dflash=dict(eagle_aux_hidden_state_layer_ids=[0, 2], target_layer_ids=None)), "from 1 on"),

@@ -131,7 +131,7 @@ def hub(tmp_path_factory):
 
 
 def load(url, home, names, offline=False):
-    """Load drafts in a new process. names: (repository, revision). Returns ("ok", block size) or (error, message) each."""
+    """Load drafts, (repository, revision) each, in a new process. Returns ("ok", block size) or (error, text) each."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": url,
@@ -152,38 +152,60 @@ def load(url, home, names, offline=False):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_downloads_and_errors(hub, tmp_path):
-    names = [
-        ("acme/draft", None),
-        ("acme/draft", OTHER_COMMIT),
-        ("acme/files/draft.gguf", None),
-        ("acme/mimo", None),
-        ("acme/target", None),
-        ("acme/absent", None),
-        ("acme/gated", None),
-        ("acme/files", None),
-        ("acme/draft", "nosuch"),
-        ("acme/files/absent.gguf", None),
-    ]
-    found = load(hub.url, tmp_path, names)
-    assert found[:4] == [["ok", 6], ["ok", 4], ["ok", 6], ["ok", 6]]
-    fetched = set(hub.fetched)
-    assert not [name for name in fetched if name.endswith((".py", ".bin"))], (
-        "only configurations and weights are downloaded"
-    )
-    assert "acme/target/model.safetensors" not in fetched and "acme/mimo/model.safetensors" not in fetched
-    assert "acme/mimo/dflash/model.safetensors" in fetched
-    messages = [
-        "load it with load",
-        "neither a local folder nor a repository",
-        "is gated: accept its terms",
-        "FILE.gguf",
-        "no such revision",
-        "absent.gguf",
-    ]
-    for (kind, message), expected in zip(found[4:], messages):
-        assert kind == "ValueError" and expected in message, message
-    # Again, without the hub: from the cache, or a message that says so.
-    assert load(hub.url, tmp_path, [("acme/draft", None), ("acme/other", None)], offline=True)[0] == ["ok", 6]
-    kind, message = load("http://127.0.0.1:9", tmp_path / "empty", [("acme/draft", None)], offline=True)[0]
-    assert kind == "ValueError" and "cannot be reached" in message
+DRAFTS = {
+    "a repository": ("acme/draft", None, 6),
+    "a commit of it": ("acme/draft", OTHER_COMMIT, 4),
+    "a GGUF file in a repository": ("acme/files/draft.gguf", None, 6),
+    "a draft in its target's repository": ("acme/mimo", None, 6),
+}
+REFUSED = {
+    "a target": ("acme/target", None, "load it with load"),
+    "no repository": ("acme/absent", None, "neither a local folder nor a repository"),
+    "a gated repository": ("acme/gated", None, "is gated: accept its terms"),
+    "a repository of GGUF files": ("acme/files", None, "FILE.gguf"),
+    "no revision": ("acme/draft", "nosuch", "no such revision"),
+    "no file of the repository": ("acme/files/absent.gguf", None, "absent.gguf"),
+}
+
+
+@pytest.fixture(scope="module")
+def visit(hub, tmp_path_factory):
+    """Load all of DRAFTS and REFUSED in one process. Returns (case -> outcome, files fetched, cache folder)."""
+    home, cases = tmp_path_factory.mktemp("home"), DRAFTS | REFUSED
+    found = load(hub.url, home, [(name, revision) for name, revision, _ in cases.values()])
+    return dict(zip(cases, found)), set(hub.fetched), home
+
+
+@pytest.mark.parametrize("what", DRAFTS)
+def test_a_draft_on_the_hub_loads_by_its_name(visit, what):
+    assert visit[0][what] == ["ok", DRAFTS[what][2]]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_hub_does_not_give_is_named_with_what_to_do(visit, what):
+    kind, message = visit[0][what]
+    assert kind == "ValueError" and REFUSED[what][2] in message, message
+
+
+def test_only_configurations_and_weights_are_downloaded(visit):
+    fetched = visit[1]
+    assert {"acme/draft/config.json", "acme/mimo/dflash/model.safetensors"} <= fetched
+    assert not [name for name in fetched if name.endswith((".py", ".bin"))]
+
+
+def test_the_weights_of_a_target_are_never_downloaded(visit):
+    fetched = visit[1]
+    assert "acme/target/config.json" in fetched
+    assert not fetched & {"acme/target/model.safetensors", "acme/mimo/model.safetensors"}
+
+
+def test_a_downloaded_draft_loads_again_without_the_hub(hub, visit):
+    names = [("acme/draft", None), ("acme/other", None)]
+    loaded, (kind, message) = load(hub.url, visit[2], names, offline=True)
+    assert loaded == ["ok", 6]
+    assert kind == "ValueError" and "cannot be reached" in message, message
+
+
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path):
+    kind, message = load("http://127.0.0.1:9", tmp_path, [("acme/draft", None)])[0]
+    assert kind == "ValueError" and "cannot be reached" in message, message
