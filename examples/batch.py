@@ -1,4 +1,7 @@
-"""Answer the prompts of a file, one a line, and write JSON lines. Run: python examples/batch.py [prompts.txt] > answers.jsonl"""
+"""Answer the prompts of a file, one a line, and write JSON lines.
+
+Run: python examples/batch.py [prompts.txt] > answers.jsonl
+"""
 
 import json
 import sys

@@ -32,7 +32,8 @@ for chunk in chunks:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
 usage = chunk.usage
 print(
-    f"\n{usage.completion_tokens} tokens in {usage.completion_tokens_details.rounds} rounds, {usage.prompt_tokens_details.cached_tokens} from the cache"
+    f"\n{usage.completion_tokens} tokens in {usage.completion_tokens_details.rounds} rounds, "
+    f"{usage.prompt_tokens_details.cached_tokens} prompt tokens from the cache"
 )
 for stop in stops:
     stop()

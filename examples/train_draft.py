@@ -1,6 +1,6 @@
 """Train a small draft from nothing in two minutes, and see what it is worth. Run: python examples/train_draft.py
 
-A real draft wants thousands of prompts and hours (see README, "Train a draft"); the steps are the same.
+A real draft wants thousands of prompts and hours (see docs/training.md); the steps are the same.
 """
 
 import json

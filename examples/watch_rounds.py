@@ -16,6 +16,7 @@ session = open_session(Pair(model, draft), prompt, stop_tokens=tokenizer.eos_tok
 for number, done in enumerate(islice(session.rounds(prompt), 8)):
     kept = [tokenizer.decode([token]) for token in done.verdict.kept]
     print(
-        f"round {number}: {len(done.drafts)} drafts, kept {kept}, then the target's own {tokenizer.decode([done.verdict.next_token])!r}"
+        f"round {number}: {len(done.drafts)} drafts, kept {kept}, "
+        f"then the target's own {tokenizer.decode([done.verdict.next_token])!r}"
     )
     assert session.target.length == session.drafter.context_length

@@ -70,7 +70,7 @@ class GrammarProcessor:
         self._recent: list[int] = []
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """tokens: (T,) the prompt and the text so far. logits: (1, V). Returns them with -inf for what is not allowed."""
+        """Return the logits (1, V) with -inf for what is not allowed. tokens: (T,) the prompt and the text so far."""
         if self._seen is not None:
             for token in read_ids(tokens[self._seen :]):
                 self._read(token)

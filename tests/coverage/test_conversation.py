@@ -1,4 +1,4 @@
-"""C2 with a caller's cache: however a run ends, both sides cover the prompt and every yielded token, and go on from there."""
+"""C2 with a caller's cache: however a run ends, both sides cover the prompt and every yielded token, and go on."""
 
 import copy
 from itertools import islice
@@ -56,7 +56,7 @@ def start(model, draft, cache, prompt=PROMPT, **options):
 
 
 def check_caches(cache, model, draft, tokens, case=""):
-    """The caches are those of a fresh pass over these tokens, and a next turn gives what it gives behind a fresh pass."""
+    """The caches are those of a fresh pass over these tokens, and a next turn gives what it gives after that pass."""
     target, context = fresh_caches(model, tokens, draft)
     num_target = len(target)
     assert_same_caches(cache[:num_target], target, case=f"{case}, target")

@@ -113,7 +113,8 @@ def check_case(family, rng, monkeypatch):
             **options,
         )
 
-    case = f"{family}, {sampler}, processors {processors}, V {vocab_size}, block {block_size}, {prompt}, {stops}, {options}"
+    case = f"{family}, {sampler}, processors {processors}, V {vocab_size}, block {block_size}"
+    case += f", {prompt}, {stops}, {options}"
     plain = plain_run(model, prompt, **arguments())
     with monkeypatch.context() as patch:
         if rng.rand() < 0.7:

@@ -1,4 +1,4 @@
-"""Sampling: every option and the seed count, the distribution is the target's, and the caller's random stream is his."""
+"""Sampling: every option and the seed count, the distribution is the target's, the random stream the caller's."""
 
 from functools import cache
 

@@ -192,7 +192,7 @@ def draft_weights(config, seed=1, scale=0.3, mask_embedding=False):
     weights = {}
     for name, shape in draft_shapes(config).items():
         noise = rng.standard_normal(shape)
-        is_norm = name.endswith("norm.weight") or name.endswith("layernorm.weight")
+        is_norm = name.endswith("norm.weight")
         weights[name] = (1 + 0.1 * noise if is_norm else scale * noise).astype(np.float32)
     if mask_embedding:
         weights["mask_embedding"] = rng.standard_normal(config["hidden_size"]).astype(np.float32)

@@ -170,8 +170,8 @@ def fresh_caches(model, tokens, draft=None, step=2048):
 def last_rows(caches, rows=None):
     """The keys and values that each cache holds, the last `rows` of them: a list of float32 arrays."""
     arrays = []
-    for cache in caches:
-        for part in cache.state[:2] if cache.offset else ():
+    for held in caches:
+        for part in held.state[:2] if held.offset else ():
             part = np.array(part.astype(mx.float32))
             arrays.append(part[..., -min(rows or part.shape[2], part.shape[2]) :, :])
     return arrays
