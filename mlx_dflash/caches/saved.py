@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..files.folders import replaced_file
 from . import rollback
 from .growing import GrowingKVCache
 from .lease import refuse_in_use
@@ -101,7 +102,8 @@ def try_trim(prompt_cache: list[Any], rows: int) -> bool:
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
     """Save a prompt cache, with or without draft entries, to a .safetensors file.
 
-    metadata: text by name. Raises ValueError if a generation that has not ended uses the cache, and for a kind of
+    The file is written whole or not at all, and an older one of that name is replaced last. metadata: text by name.
+    Raises OSError if it cannot be written, ValueError if a generation that has not ended uses the cache, and for a kind of
     cache that mlx-lm cannot load.
     """
     refuse_in_use(cache)
@@ -109,7 +111,14 @@ def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str]
     for entry in stock:
         if not _can_be_loaded(type(entry).__name__):
             raise ValueError(f"a {type(entry).__name__} cannot be saved: mlx-lm would not load it again")
-    mlx_lm_cache.save_prompt_cache(file_name, stock, metadata)
+    path = Path(file_name)
+    if path.suffix != ".safetensors":
+        path = path.with_name(path.name + ".safetensors")  # as MLX names it
+    with replaced_file(path) as part:
+        try:
+            mlx_lm_cache.save_prompt_cache(str(part), stock, metadata)
+        except RuntimeError as error:
+            raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
 
 
 def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:

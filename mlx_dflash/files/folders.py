@@ -8,11 +8,21 @@ from pathlib import Path
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file in place of an older one; a reader sees the old text or the new one. Its folder is made if need be."""
+    """Write a file in place of an older one; a reader sees the old text or the new one. Its folder is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
-    try:
+    with replaced_file(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Give the name of a file that takes the place of `path` when the body ends without an error.
+
+    It has the same suffix and stands in the same folder. On any error it is removed, and an older file stays.
+    """
+    part = path.with_name(f".{uuid.uuid4().hex[:12]}.part{path.suffix}")
+    try:
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

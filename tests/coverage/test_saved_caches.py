@@ -55,6 +55,25 @@ def test_a_kind_that_could_not_be_loaded_is_refused_before_anything_is_written(t
     assert not list(tmp_path.iterdir())
 
 
+def test_a_full_disk_is_told_and_the_old_file_stays(saved, tmp_path, monkeypatch):
+    def full(name, arrays, metadata):
+        with open(name, "wb") as part:
+            part.write(b"half of it")
+        raise RuntimeError("[write] Unable to write 9000 bytes")
+
+    file = tmp_path / "c.safetensors"
+    file.write_bytes(b"the old file")
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(OSError, match="c.safetensors cannot be written, is the disk full"):
+        mlx_dflash.save_prompt_cache(str(file), mlx_dflash.make_prompt_cache(saved[0]))
+    assert file.read_bytes() == b"the old file" and [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_the_name_gets_mlx_lms_suffix(saved, tmp_path):
+    mlx_dflash.save_prompt_cache(str(tmp_path / "talk"), mlx_dflash.make_prompt_cache(saved[0]))
+    assert [p.name for p in tmp_path.iterdir()] == ["talk.safetensors"]
+
+
 def damage(data, rng):
     """Data with one of: flipped bits anywhere, letters of the header replaced, an end cut off, another header size."""
     data, header = bytearray(data), int.from_bytes(data[:8], "little")
