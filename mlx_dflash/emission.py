@@ -63,6 +63,8 @@ def emit(session: Session, prompt: mx.array, **prefill: Any) -> Generator[Emissi
     finally:
         # At the end of the process, whoever forgot to close this needs no caches, and MLX may be gone.
         if not sys.is_finalizing():
+            if lease.is_here:
+                session.dice.end(covered)
             lease.end(lambda: _leave(session, covered, last))
 
 

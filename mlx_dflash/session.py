@@ -125,7 +125,6 @@ class Session:
 
     def leave(self, covered: int, last: int) -> None:
         """Bring both caches to exactly `covered` tokens, the text as it was emitted. last: its last token."""
-        self.dice.end(covered)
         try:
             if self.target.length > covered:
                 self.target.rewind(covered)

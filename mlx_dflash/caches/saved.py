@@ -102,9 +102,9 @@ def try_trim(prompt_cache: list[Any], rows: int) -> bool:
 def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
     """Save a prompt cache, with or without draft entries, to a .safetensors file.
 
-    The file is written whole or not at all, and an older one of that name is replaced last. metadata: text by name.
-    Raises OSError if it cannot be written, ValueError if a generation that has not ended uses the cache, and for a kind of
-    cache that mlx-lm cannot load.
+    The file is written whole or not at all; an older one of that name stays until then. metadata: text by name.
+    Raises OSError if it cannot be written, ValueError if a generation that has not ended uses the cache, and for a kind
+    of cache that mlx-lm cannot load.
     """
     refuse_in_use(cache)
     stock = [_stock(c) for c in cache]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file in place of an older one; a reader sees the old text or the new one. Its folder is made if needed."""
+    """Write a file in place of an older one; a reader sees one text or the other. Its folder is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path) as part:
         part.write_text(text, encoding="utf-8")
