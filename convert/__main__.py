@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_dflash.checkpoints.gguf import ARCHITECTURES
 from mlx_dflash.commands.errors import user_errors
 from mlx_dflash.files.gguf import gguf_architecture
-from mlx_dflash.files.hub import download_draft, draft_folder, local_path
+from mlx_dflash.files.hub import download_draft, draft_folder, from_hub, local_path
 from mlx_dflash.files.safetensors import is_draft_config, read_config
 
 from . import convert_draft, convert_gguf, convert_target
@@ -94,7 +94,7 @@ def kind_of(source: str, revision: str | None) -> str:
             return "draft"
         from huggingface_hub import hf_hub_download
 
-        path = Path(hf_hub_download(source, "config.json", revision=revision)).parent
+        path = Path(from_hub(source, lambda: hf_hub_download(source, "config.json", revision=revision))).parent
     if path.is_file():
         return "draft" if gguf_architecture(path) in ARCHITECTURES else "GGUF target"
     gguf_files = list(path.glob("*.gguf"))

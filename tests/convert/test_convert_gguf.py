@@ -130,7 +130,7 @@ def test_config_comes_from_the_metadata(paths):
 
 
 def llama3_factors(theta: float) -> np.ndarray:
-    """Divisors of the frequencies in Llama 3: 8 for waves over 8192 positions, 1 under 2048, a mixture in between."""
+    """What Llama 3 divides each frequency by: 8 for waves over 8192 positions, 1 under 2048, a mixture in between."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, files.HEAD_DIM, 2) / files.HEAD_DIM)
     share = (8192 / wavelengths - 1) / 3
     between = 1 / ((1 - share) / 8 + share)

@@ -15,6 +15,7 @@ from support.fixtures import draft_config, draft_weights, save_draft
 
 pytestmark = pytest.mark.process
 
+ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_COMMIT = "f" * 40
 SCRIPT = """
@@ -130,22 +131,20 @@ def hub(tmp_path_factory):
     server.shutdown()
 
 
+def environment(url, home, **more):
+    """Variables of a process that takes `url` for the hub and `home` for its cache."""
+    hub = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return {**os.environ, **hub, **more}
+
+
 def load(url, home, names, offline=False):
     """Load drafts, (repository, revision) each, in a new process. Returns ("ok", block size) or (error, text) each."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(names)],
-        env=environment,
+        env=environment(url, home, **({"HF_HUB_OFFLINE": "1"} if offline else {})),
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -185,6 +184,15 @@ def test_a_draft_on_the_hub_loads_by_its_name(visit, what):
 def test_what_the_hub_does_not_give_is_named_with_what_to_do(visit, what):
     kind, message = visit[0][what]
     assert kind == "ValueError" and REFUSED[what][2] in message, message
+
+
+def test_convert_names_what_the_hub_does_not_give_in_one_line(hub, tmp_path):
+    command = [sys.executable, "-m", "convert", "--hf-path", "acme/absent", "--mlx-path", str(tmp_path / "mlx")]
+    done = subprocess.run(command, env=environment(hub.url, tmp_path), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: acme/absent is neither a local folder nor a repository of the hub that you may read\n"
+    )
 
 
 def test_only_configurations_and_weights_are_downloaded(visit):

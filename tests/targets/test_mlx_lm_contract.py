@@ -1,8 +1,10 @@
 """What we lean on in mlx and mlx-lm, one test a fact: a failure after an update names what must be looked at."""
 
 import copy
+import importlib
 import inspect
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +12,7 @@ import mlx_lm
 import mlx_lm.server
 import numpy as np
 import pytest
+from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from mlx.utils import tree_flatten
 from mlx_lm.generate import (
     GenerationResponse,
@@ -38,8 +41,18 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.ssm import ssm_update
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import _download, dequantize_model, load_model, make_shards, quantize_model
 from support import models
-from support.fixtures import TARGET_FAMILIES, byte_tokenizer, context_free_target, plain_tokens, tiny_target
+from support.fixtures import (
+    TARGET_FAMILIES,
+    byte_tokenizer,
+    context_free_target,
+    plain_tokens,
+    save_target,
+    target_config,
+    tiny_target,
+)
 
 import mlx_dflash
 from mlx_dflash import api
@@ -439,6 +452,67 @@ def test_the_small_functions_that_the_server_borrows():
 def test_plain_greedy_text_does_not_depend_on_the_prefills_chunks():
     model = tiny_target()
     assert plain_tokens(model, [5] * 9, 8, prefill_step_size=2) == plain_tokens(model, [5] * 9, 8)
+
+
+# Conversions, the hub and the cache folder: convert/, files/
+
+
+def test_mlx_lms_converter_has_the_flags_and_the_arguments_that_ours_passes_on():
+    convert = importlib.import_module("mlx_lm.convert")
+    flags = {action.dest: action.default for action in convert.configure_parser()._actions}
+    assert flags.keys() - {"help"} == {
+        *("hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate"),
+        *("dtype", "upload_repo", "dequantize", "trust_remote_code"),
+    }
+    assert (flags["q_bits"], flags["q_group_size"], flags["q_mode"], flags["hf_path"]) == (None, None, "affine", None)
+    assert flags.keys() - {"help"} < set(parameters(convert.convert)) and "revision" in parameters(convert.convert)
+
+
+def test_mlx_lms_mixtures_of_bits_take_a_layers_number_from_the_second_place_of_a_path():
+    convert = importlib.import_module("mlx_lm.convert")
+    model = nn.Module()
+    model.layers = [nn.Module() for _ in range(8)]
+    for layer in model.layers:
+        layer.down_proj = nn.Linear(64, 64)
+    bits_of = convert.mixed_quant_predicate_builder("mixed_4_6", model, 32)
+    bits = [bits_of(f"layers.{i}.down_proj", layer.down_proj)["bits"] for i, layer in enumerate(model.layers)]
+    assert bits == [6, 4, 4, 6, 4, 4, 6, 6]
+    assert bits_of("fc", nn.Linear(64, 64)) == {"group_size": 32, "bits": 4, "mode": "affine"}
+
+
+def test_weights_are_quantized_unpacked_and_cut_into_files_by_mlx_lm():
+    model = nn.Sequential(nn.Linear(64, 8), nn.RMSNorm(8))
+    quantized, config = quantize_model(model, {}, 32, 4, mode="affine", quant_predicate=lambda path, module: True)
+    assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"} == config["quantization_config"]
+    assert isinstance(quantized.layers[0], nn.QuantizedLinear)
+    assert type(dequantize_model(quantized).layers[0]) is nn.Linear
+    weights = {name: mx.zeros((1 << 28,), mx.uint32) for name in "abcdef"}  # 1 GB each, and never computed
+    assert [list(shard) for shard in make_shards(weights)] == [list("abcde"), list("f")]
+
+
+def test_a_folder_is_loaded_without_its_weights_read(tmp_path):
+    folder = save_target(tmp_path, tiny_target(), target_config(), byte_tokenizer())
+    model, config = load_model(folder, lazy=True)
+    assert config["model_type"] == "qwen3" and len(model.layers) == config["num_hidden_layers"]
+    assert isinstance(load_tokenizer(folder), TokenizerWrapper)
+
+
+def test_mlx_lm_downloads_the_files_of_these_patterns(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr("mlx_lm.utils.snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
+    assert _download("owner/name", allow_patterns=["*.json"]) == tmp_path
+    assert asked["allow_patterns"] == ["*.json"]
+
+
+def test_the_hubs_functions_errors_and_cache_folder():
+    assert {"repo_id", "filename", "revision"} <= set(parameters(hf_hub_download))
+    assert {"repo_id", "revision", "allow_patterns"} <= set(parameters(snapshot_download))
+    # The order of the except clauses in files/hub.py: the narrow ones first.
+    assert issubclass(errors.GatedRepoError, errors.RepositoryNotFoundError)
+    assert issubclass(errors.LocalEntryNotFoundError, errors.EntryNotFoundError)
+    assert issubclass(errors.RevisionNotFoundError, errors.HfHubHTTPError)
+    assert issubclass(errors.HFValidationError, ValueError) and issubclass(errors.HfHubHTTPError, OSError)
+    assert constants.default_home == str(Path.home() / ".cache")
 
 
 # Recurrent layers: caches/recurrences.py, caches/rollback.py
