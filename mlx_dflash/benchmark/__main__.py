@@ -25,9 +25,11 @@ from mlx_lm.sample_utils import make_sampler
 
 from .. import pair
 from ..api import stream_generate
-from ..checkpoints.drafts import load, load_draft
+from ..checkpoints.drafts import load_draft
 from ..checkpoints.known_pairs import NO_DRAFT, find_draft
+from ..checkpoints.targets import load
 from ..commands.flags import block_size
+from ..demo import DEMO
 from .constructed import SHAPES, ConstructedPair, expected_acceptance_length
 from .figure import check_plot, plot
 
@@ -92,7 +94,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; ends the program with a message for arguments that make no sense."""
     parser = argparse.ArgumentParser(prog="mlx_dflash.benchmark", description="Measure a target and its draft.")
     add = parser.add_argument
-    add("--model", default="demo", help="target: folder or repository; default: the demo pair's")
+    add("--model", default=DEMO, help="target: folder or repository; default: the demo pair's")
     add("--draft-model", help="draft: folder or repository; default: the public draft of the target, found by name")
     add(
         "--block-size",
@@ -124,7 +126,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if args.temp < 0:
         parser.error(f"--temp must not be negative, got {args.temp}")
-    if args.constructed is not None and (args.model != "demo" or args.draft_model):
+    if args.constructed is not None and (args.model != DEMO or args.draft_model):
         parser.error("--constructed builds its own pair; give it without --model and --draft-model")
     return args
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file in place of an older one; a reader sees the old text or the new one. Its folder is made if need be."""
+    """Write a file in place of an older one, and its folder if need be; a reader sees the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:

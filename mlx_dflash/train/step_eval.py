@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> None:
     from ..api import stream_generate
     from ..benchmark import __main__ as benchmark
     from ..benchmark.figure import check_plot, plot
-    from ..checkpoints.drafts import load, load_draft
+    from ..checkpoints.drafts import load_draft
+    from ..checkpoints.targets import load
 
     if args.max_tokens < 2 or args.temp < 0 or (args.num_prompts is not None and args.num_prompts < 1):
         raise ValueError(

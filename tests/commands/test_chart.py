@@ -6,7 +6,7 @@ pytest.importorskip("matplotlib")
 import mlx_dflash.train.__main__ as train
 from mlx_dflash.benchmark import __main__ as benchmark
 from mlx_dflash.benchmark.figure import plot
-from mlx_dflash.checkpoints import drafts as loading
+from mlx_dflash.checkpoints import targets
 
 SETUP = {"model": "m", "prompts": 2, "repeat": 1, "temp": 0.0, "device": "cpu", "mlx": "0.32"}
 DRAFTED = {"runs": 2, "tokens_per_second": 9.0, "acceptance_length": 2.0, "histogram": [3, 0, 1]}
@@ -42,7 +42,7 @@ def test_picture_of_a_report(tmp_path, groups, ending, begins):
 def test_a_picture_that_cannot_be_written_is_refused_before_any_work(
     tmp_path, name, told, command, monkeypatch, capsys
 ):
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(targets, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setattr(benchmark, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as stop:
         command(["--plot", str(tmp_path / name)])
