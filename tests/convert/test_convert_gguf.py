@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import load
+from support import gguf_files as files
+from support.gguf_files import Type
 
 from convert import convert_gguf
-
-pytest.importorskip("gguf")
-from support import gguf_files as files  # noqa: E402
-from support.gguf_files import Type  # noqa: E402
+from convert.__main__ import main
 
 KINDS = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.F16, Type.BF16, Type.F32]
 KIND_IDS = [kind.name for kind in KINDS]
@@ -131,8 +130,16 @@ def test_config_comes_from_the_metadata(paths):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
 
 
+def test_a_folder_with_one_gguf_target_is_converted_and_checked(paths, capsys):
+    source, folder = paths
+    files.write_gguf(source, files.random_tensors(Type.F16))
+    main(["--hf-path", str(source.parent), "--mlx-path", str(folder), "--check"])
+    assert "bit for bit" in capsys.readouterr().out
+    assert str(source) in (folder / "README.md").read_text()
+
+
 def llama3_factors(theta: float) -> np.ndarray:
-    """What Llama 3 divides each frequency by: 8 for waves over 8192 positions, 1 for those under 2048, between: between."""
+    """What Llama 3 divides each frequency by: 8 for waves over 8192 positions, 1 under 2048, a mixture in between."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, files.HEAD_DIM, 2) / files.HEAD_DIM)
     share = (8192 / wavelengths - 1) / 3
     between = 1 / ((1 - share) / 8 + share)
