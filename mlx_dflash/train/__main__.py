@@ -30,7 +30,11 @@ def main(argv: list[str] | None = None) -> None:
         step.add_flags(command)
     args = parser.parse_args(argv)
     with user_errors():
-        STEPS[args.step].run(args)
+        try:
+            STEPS[args.step].run(args)
+        except KeyboardInterrupt:
+            print("\nthe same command goes on where this one ends", file=sys.stderr)
+            raise
 
 
 if __name__ == "__main__":

@@ -31,11 +31,18 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if is_writer:
             self._lock = open_alone(self.path / "lock")
+        try:
+            self._keep(json.loads(json.dumps(settings)))
+        except ValueError:
+            self.close()
+            raise
+
+    def _keep(self, settings: dict[str, Any]) -> None:
+        """Write the settings down, or check that they are those of the folder."""
         about = self.path / "run.json"
-        settings = json.loads(json.dumps(settings))
         if about.exists():
             refuse_other(self.path, json.loads(about.read_text()), settings, "another --out")
-        elif is_writer:
+        elif self.is_writer:
             write_file(about, json.dumps(settings, indent=4) + "\n")
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,7 +70,7 @@ class Teacher:
 
 
 def _greatest(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Ids and values (S, TOP) of the greatest of the logits (S, V), in no order; found block by block, which is faster."""
+    """Ids and values (S, TOP) of the greatest of the logits (S, V), in no order; searched by blocks, for speed."""
     S, V = logits.shape
     logits = logits.astype(mx.float32)
     width = -(-V // _BLOCKS)
@@ -82,6 +83,23 @@ def _greatest(logits: mx.array) -> tuple[mx.array, mx.array]:
     else:
         ids = mx.argpartition(logits, -min(TOP, V), axis=-1)[:, -min(TOP, V) :]
     return ids.astype(mx.int32), mx.take_along_axis(logits, ids, axis=-1)
+
+
+class Lessons(Protocol):
+    """A sequence of lessons, read or made one by one."""
+
+    def lesson(self, i: int) -> Lesson: ...
+
+
+class FreshLessons:
+    """Lessons that are made anew each time."""
+
+    def __init__(self, teacher: Teacher, samples: Sequence[Sample]):
+        self.teacher, self.samples = teacher, samples
+
+    def lesson(self, i: int) -> Lesson:
+        """Run the target over sample i."""
+        return self.teacher.lesson(self.samples[i])
 
 
 class LessonStore:

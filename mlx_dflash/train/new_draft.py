@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..draft.model import DraftLayer, DraftModel
 from ..models.structure import Structure
@@ -92,6 +93,18 @@ def draft_config(structure: Structure, args: Any, size: Size, mask_token_id: int
 
 def _get(place: Any, key: str) -> Any:
     return place.get(key) if isinstance(place, dict) else getattr(place, key, None)
+
+
+def unused_token(counts: np.ndarray, tokenizer: Any) -> int:
+    """Return a token to stand for the mask: a special one that no text holds, or else the rarest of all.
+
+    counts: (V,), how often the text to learn has each token.
+    """
+    special = sorted(
+        i for i in tokenizer.get_added_vocab().values() if i < len(counts) and i not in tokenizer.eos_token_ids
+    )
+    unused = [i for i in special if counts[i] == 0]
+    return unused[-1] if unused else int(np.argmin(counts))
 
 
 def initialize(draft: DraftModel, structure: Structure, seed: int = 0) -> list[int | None]:

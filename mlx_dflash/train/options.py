@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from .loss import Weighting
+from .new_draft import SIZES
 from .trainer import Recipe
+
+FLOATS = ("bfloat16", "float16", "float32")
+FEATURES = ("disk", "recompute")
+COMPUTED_IN = ("float32", "bfloat16")
 
 # Where a run is written, how often, and in which form does not change what it learns.
 _FREE = ("out", "trust_remote_code", "valid_every", "save_every", "features", "save_dtype")
+_CHOICES = {
+    "size": tuple(SIZES),
+    "features": FEATURES,
+    "feature_dtype": FLOATS,
+    "save_dtype": FLOATS,
+    "dtype": COMPUTED_IN,
+}
 _LEAST = {"max_length": 3, "valid_every": 1, "save_every": 1, "valid_tokens": 2, "valid_count": 0, "seed": 0}
 
 
@@ -65,10 +77,16 @@ class FitOptions:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(self, name)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in (None, *choices):
+                told = f"--{name.replace('_', '-')} must be one of {', '.join(choices)}"
+                raise ValueError(f"{told}; got {getattr(self, name)!r}")
         if not 0 < self.visits < float("inf"):
             raise ValueError(f"--visits must be above 0, got {self.visits}")
         if self.feature_dtype and self.features == "recompute":
             raise ValueError("--feature-dtype is of the features on disk; with --features recompute there are none")
+        if self.init_draft and self.size:
+            raise ValueError("--size makes a new draft, --init-draft goes on with one: give one of them")
         self.weighting()
 
     def weighting(self) -> Weighting:
@@ -79,7 +97,7 @@ class FitOptions:
         """Return how the draft is fitted to so many samples, which the machines share."""
         steps = self.steps
         if steps is None:
-            steps = max(1, round(self.visits * num_samples / (self.batch_size * num_machines)))
+            steps = max(1, round(self.visits * num_samples / (max(1, self.batch_size) * num_machines)))
         return Recipe(
             steps=steps,
             batch_size=self.batch_size,

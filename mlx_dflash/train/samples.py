@@ -7,19 +7,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from .lessons import Lesson, LessonStore, Teacher
+from .lessons import Lessons, LessonStore, Teacher
 from .text.corpus import Sample, read_corpus, read_header
-
-
-class Lessons(Protocol):
-    """A sequence of lessons."""
-
-    def lesson(self, i: int) -> Lesson: ...
 
 
 @dataclass(frozen=True)
@@ -84,17 +77,6 @@ def read_material(paths: Sequence[str], valid: str | None, count: int, max_lengt
     return Material(learned, measured, len(everything) - len(learned) - num_others)
 
 
-class FreshLessons:
-    """Lessons that are made anew each time."""
-
-    def __init__(self, teacher: Teacher, samples: Sequence[Sample]):
-        self.teacher, self.samples = teacher, samples
-
-    def lesson(self, i: int) -> Lesson:
-        """Run the target over sample i."""
-        return self.teacher.lesson(self.samples[i])
-
-
 def stored_lessons(
     folder: Path, teacher: Teacher, material: Material, dtype: str, progress: Callable[[int], None]
 ) -> tuple[Lessons, Lessons]:
@@ -122,12 +104,3 @@ def order_of_visit(num_samples: int, step: int, batch_size: int, seed: int) -> l
         [np.random.default_rng((seed, visit)).permutation(num_samples) for visit in range(first, last + 1)]
     )
     return order[start - first * num_samples :][:batch_size].tolist()
-
-
-def unused_token(counts: np.ndarray, tokenizer: Any) -> int:
-    """A token to stand for the mask: one that no text holds, of the special ones if there is such a one."""
-    special = sorted(
-        i for i in tokenizer.get_added_vocab().values() if i < len(counts) and i not in tokenizer.eos_token_ids
-    )
-    unused = [i for i in special if counts[i] == 0]
-    return unused[-1] if unused else int(np.argmin(counts))

@@ -1,13 +1,12 @@
 """Write training text: the target's own answers to prompts, which it may write too, or existing text as it is."""
 
 import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
@@ -29,7 +28,7 @@ _DEFAULTS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this step."""
+    """Add the flags of this step."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", help="file of prompts that the target answers: .jsonl, or one a line")
@@ -37,22 +36,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--own-prompts",
         type=int,
         metavar="N",
-        help="let a chat model write the prompts too, N in all; kept beside OUT, as data.prompts.jsonl beside data.jsonl",
+        help="let a chat model write the prompts too, N in all; they are kept next to OUT, as data.prompts.jsonl",
     )
     source.add_argument("--text", help="text to take as it is: a .jsonl file, a text file, or a folder of them")
     add("--out", required=True, help="file to write, or to continue")
-    add("--draft-model", help="speeds up the answers of a target whose caches do not batch")
-    add("--max-tokens", type=int, help="most tokens of an answer (default: %(default)s)")
-    add("--max-length", type=int, help="with --text, tokens of a piece of it (default: %(default)s)")
+    add(
+        "--draft-model",
+        help="draft that speeds up the answers of a target whose caches do not batch: a folder or hub repository",
+    )
+    add("--max-tokens", type=int, help="greatest number of tokens of an answer (default: %(default)s)")
+    add("--max-length", type=int, help="greatest number of tokens of a piece of --text (default: %(default)s)")
     add(
         "--sampled-share",
         type=float,
         help="share of the prompts that are answered by sampling, the rest greedily (default: %(default)s)",
     )
     add("--temp", type=float, help="temperature of the sampled answers (default: %(default)s)")
-    add("--top-p", type=float, help="nucleus of the sampled answers (default: off)")
+    add("--top-p", type=float, help="nucleus (top-p) of the sampled answers (default: %(default)s, which is off)")
     add("--batch-size", type=int, help="prompts answered at a time (default: %(default)s)")
-    add("--seed", type=int, help="of the sampling (default: %(default)s)")
+    add("--seed", type=int, help="random seed of the sampled answers and prompts (default: %(default)s)")
     parser.set_defaults(**_DEFAULTS)
 
 
@@ -84,7 +86,8 @@ def run(args: argparse.Namespace) -> None:
         for i, ids in writer.sources.items():
             if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
                 raise ValueError(
-                    f"{args.out} holds an answer to another prompt {i + 1} than there is now; choose another file to write to"
+                    f"{args.out} holds an answer to another prompt {i + 1} than there is now; choose another file to "
+                    "write to"
                 )
         todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
         found = len(writer.sources)
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         done = _write(writer, samples, prompts)
     print(report(args.out, done, found))
     if done["samples"] < done["of"]:
-        _leave()
+        raise KeyboardInterrupt
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -116,7 +119,8 @@ def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
     if can_batch(model):
         if args.draft_model:
             raise ValueError(
-                "--draft-model is for targets whose caches do not batch; this one answers many prompts at a time without"
+                "--draft-model is for targets whose caches do not batch; this one answers many prompts at a time "
+                "without"
             )
         return lambda todo, style: batched_answers(model, tokenizer, todo, style, args.batch_size)
     draft = None
@@ -133,19 +137,10 @@ def _own_prompts(args: argparse.Namespace, own: OwnPrompts, answers: Answers) ->
     out = Path(args.out)
     path = out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl")
     counts = own.write(path, args.own_prompts, answers, args.seed)
-    try:
-        with tqdm(total=args.own_prompts, initial=next(counts), unit="prompt", disable=None) as bar:
-            for _ in counts:
-                bar.update()
-    except KeyboardInterrupt:
-        _leave()
+    with tqdm(total=args.own_prompts, initial=next(counts), unit="prompt", disable=None) as bar:
+        for _ in counts:
+            bar.update()
     return path
-
-
-def _leave() -> NoReturn:
-    """End as Ctrl-C does."""
-    print("interrupted; the same command goes on", file=sys.stderr)
-    sys.exit(130)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
@@ -188,7 +183,8 @@ def report(path: str, done: dict[str, Any], found: int) -> str:
         lines.append(f"  {found} samples were there already")
     if done["new tokens"]:
         lines.append(
-            f"  {done['new tokens']} new tokens in {done['seconds']:.1f} s, {done['new tokens'] / done['seconds']:.1f} tokens/s"
+            f"  {done['new tokens']} new tokens in {done['seconds']:.1f} s, "
+            f"{done['new tokens'] / done['seconds']:.1f} tokens/s"
         )
         lines.append("  " + ", ".join(f"{kind} {count}" for kind, count in done["kinds"].most_common()))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Fit a draft to training text; goes on where it was interrupted."""
+"""Fit a draft to training text; an interrupted fit goes on where it was."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from .new_draft import SIZES
-from .options import FitOptions
+from .options import COMPUTED_IN, FEATURES, FLOATS, FitOptions
 from .text.corpus import read_header
 
 if TYPE_CHECKING:
@@ -18,92 +18,76 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this step."""
+    """Add the flags of this step; their names and defaults are those of FitOptions."""
     add = parser.add_argument
     add("--data", required=True, nargs="+", metavar="FILE", help="training text, as written by: train data")
     add("--out", required=True, help="folder of the run: checkpoint, log, and the drafts in best/ and last/")
     _add_shape_flags(parser.add_argument_group("the draft"))
     _add_recipe_flags(parser.add_argument_group("the recipe"))
-    add = parser.add_argument_group("lessons and validation").add_argument
-    add(
-        "--features",
-        choices=("disk", "recompute"),
-        help="keep the target's features on disk, or compute them at each visit",
-    )
-    add(
-        "--feature-dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of the features on disk (default: bfloat16)",
-    )
-    add("--max-length", type=int, help="tokens of a sample (default: %(default)s)")
-    add(
-        "--valid-data",
-        metavar="FILE",
-        help="text to measure acceptance on (default: some of --data, which are then not learned)",
-    )
-    add("--valid-count", type=int, help="greedy samples of it (default: %(default)s)")
-    add("--valid-tokens", type=int, help="tokens of each (default: %(default)s)")
-    add("--valid-every", type=int, help="updates (default: %(default)s)")
-    add("--save-every", type=int, help="updates between checkpoints (default: %(default)s)")
+    _add_lesson_flags(parser.add_argument_group("lessons and validation"))
     parser.set_defaults(**{f.name: f.default for f in fields(FitOptions) if f.default is not MISSING})
 
 
 def _add_shape_flags(group: Any) -> None:
+    sizes = [f"{name} {s.layers} layers, {s.taps} taps, block {s.block_size}" for name, s in SIZES.items()]
     add = group.add_argument
-    add("--init-draft", help="go on training this draft: a folder or hub repository, or demo")
-    add(
-        "--size",
-        choices=SIZES,
-        help="of a new draft: "
-        + ", ".join(f"{k} {s.layers} layers, {s.taps} taps, block {s.block_size}" for k, s in SIZES.items())
-        + " (default: small)",
-    )
-    add("--block-size", type=int, help="anchor and drafts (default: the size's, or the given draft's)")
-    add(
-        "--draft-vocab",
-        type=int,
-        help="give the draft a reduced head with this many tokens, the most frequent of the data",
-    )
-    add(
-        "--save-dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of the drafts that are written (default: %(default)s)",
-    )
+    add("--init-draft", metavar="DRAFT", help="go on training this draft: a folder or hub repository, or demo")
+    add("--size", choices=SIZES, help=f"size of a new draft: {', '.join(sizes)} (default: small)")
+    help = "tokens of a block, the anchor and the drafts (default: the size's, or the given draft's)"
+    add("--block-size", type=int, metavar="N", help=help)
+    help = "give the draft a reduced head with this many tokens, the most frequent of the data"
+    add("--draft-vocab", type=int, metavar="N", help=help)
+    help = "number format of the drafts that are written (default: %(default)s)"
+    add("--save-dtype", choices=FLOATS, help=help)
 
 
 def _add_recipe_flags(group: Any) -> None:
     add = group.add_argument
     length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help="updates (default: as many as --visits makes)")
-    length.add_argument("--visits", type=float, help="how often each sample is visited (default: %(default)s)")
-    add("--batch-size", type=int, help="samples of an update (default: %(default)s)")
-    add("--anchors", type=int, help="blocks of a sample at a visit (default: %(default)s)")
-    add(
-        "--block-sizes",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="block sizes that the updates take in turn, so that the draft is also good at shorter blocks "
-        "(default: the block size of the draft)",
+    help = "number of updates (default: as many as --visits makes)"
+    length.add_argument("--steps", type=int, metavar="N", help=help)
+    help = "how often each sample is visited (default: %(default)s)"
+    length.add_argument("--visits", type=float, metavar="X", help=help)
+    add("--batch-size", type=int, metavar="N", help="samples of an update, on each machine (default: %(default)s)")
+    add("--anchors", type=int, metavar="N", help="blocks of a sample that a visit trains (default: %(default)s)")
+    help = (
+        "block sizes that the updates take in turn, for a draft that is also good at shorter blocks (default: its own)"
     )
-    add("--learning-rate", type=float, help="greatest (default: %(default)s)")
-    add("--warmup", type=int, help="updates in which it rises (default: a tenth of them, at most 100)")
-    add("--weight-decay", type=float, help="of AdamW (default: %(default)s)")
-    add("--clip", type=float, help="greatest norm of a gradient (default: %(default)s)")
-    add(
-        "--decay",
-        type=float,
-        help="slots in which a slot's weight falls by a factor e (default: %(default)s)",
-    )
-    add(
-        "--soft",
-        type=float,
-        help="share of the target's own distribution in the loss (default: %(default)s)",
-    )
-    add("--loss-vocab", type=int, help="compute the loss over this many tokens only, the most frequent of the data")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: %(default)s)")
-    add("--grad-checkpoint", action="store_true", help="compute layers twice, which saves memory")
-    add("--seed", type=int, help="of weights, order and anchors (default: %(default)s)")
+    add("--block-sizes", type=int, nargs="+", metavar="N", help=help)
+    add("--learning-rate", type=float, metavar="X", help="peak learning rate (default: %(default)s)")
+    help = "updates of linear warm-up of the learning rate (default: a tenth of all updates, at most 100)"
+    add("--warmup", type=int, metavar="N", help=help)
+    add("--weight-decay", type=float, metavar="X", help="AdamW weight decay (default: %(default)s)")
+    add("--clip", type=float, metavar="X", help="greatest norm of the gradient of an update (default: %(default)s)")
+    help = "number of slots after which a slot's weight in the loss has fallen by a factor e (default: %(default)s)"
+    add("--decay", type=float, metavar="X", help=help)
+    help = "share of the loss, 0 to 1, that follows the target's distribution, not its token (default: %(default)s)"
+    add("--soft", type=float, metavar="X", help=help)
+    help = "compute the loss over this many tokens only, the most frequent of the data (default: over all)"
+    add("--loss-vocab", type=int, metavar="N", help=help)
+    add("--dtype", choices=COMPUTED_IN, help="number format of the computation (default: %(default)s)")
+    help = "compute each layer again for its gradient, which saves memory and costs time"
+    add("--grad-checkpoint", action="store_true", help=help)
+    help = "random seed of the first weights, the order of the samples and the anchors (default: %(default)s)"
+    add("--seed", type=int, metavar="N", help=help)
+
+
+def _add_lesson_flags(group: Any) -> None:
+    add = group.add_argument
+    help = "keep the target's features on disk, or compute them again at each visit (default: %(default)s)"
+    add("--features", choices=FEATURES, help=help)
+    add("--feature-dtype", choices=FLOATS, help="number format of the features on disk (default: bfloat16)")
+    help = "cut samples to this many tokens, the prompt's included (default: %(default)s)"
+    add("--max-length", type=int, metavar="N", help=help)
+    help = "training text to measure acceptance on (default: some samples of --data, which are then not learned)"
+    add("--valid-data", metavar="FILE", help=help)
+    help = "number of greedy samples that are held out to measure acceptance on (default: %(default)s)"
+    add("--valid-count", type=int, metavar="N", help=help)
+    add("--valid-tokens", type=int, metavar="N", help="tokens measured per held-out sample (default: %(default)s)")
+    help = "number of updates between two measurements of acceptance (default: %(default)s)"
+    add("--valid-every", type=int, metavar="N", help=help)
+    help = "number of updates between two checkpoints (default: %(default)s)"
+    add("--save-every", type=int, metavar="N", help=help)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -116,21 +100,17 @@ def run(args: argparse.Namespace) -> None:
         is_first = fit.group.rank() == 0
         if is_first:
             print(plan(fit), file=sys.stderr)
-        try:
-            fit.train(progress_bar)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-            sys.exit(130)
+        fit.train(progress_bar)
     if is_first:
         print(report(fit, time.perf_counter() - began))
 
 
 def plan(fit: "Fit") -> str:
-    """What will be done, in a few lines."""
+    """Say what will be done, in a few lines."""
     config, material, recipe = fit.draft.config, fit.material, fit.trainer.recipe
     lines = [
         f"draft: {config.num_layers} layers, block {config.block_size}, taps {list(config.target_layer_ids)}, "
-        f"from {fit.origin}",
+        f"from {fit.starting.origin}",
         f"data: {fit.num_learned} samples, {len(material.measured)} held out, "
         f"{material.num_left_out} left out: too short, or also held out",
         f"updates: {fit.step} of {recipe.steps} done, {recipe.batch_size} samples x {recipe.anchors} blocks each, "
@@ -152,7 +132,7 @@ def plan(fit: "Fit") -> str:
 
 
 def report(fit: "Fit", seconds: float) -> str:
-    """What came of it, in a few lines."""
+    """Say what came of a run, in a few lines."""
     log = fit.run.log()
     losses = [line["loss"] for line in log if "loss" in line]
     reached = [(line["step"], line["acceptance_length"]) for line in log if "acceptance_length" in line]

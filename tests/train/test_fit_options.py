@@ -1,6 +1,7 @@
 """Training from Python: the options with their checks, and runs that the command line began."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.training import fit as fit_by_command
@@ -25,7 +26,7 @@ def test_settings_are_those_that_earlier_runs_wrote():
     )
 
 
-def test_a_run_of_the_command_line_is_continued_from_python(place, tmp_path):  # noqa: F811
+def test_a_run_of_the_command_line_is_continued_from_python(place, tmp_path):
     fit_by_command(place, tmp_path / "run", steps=4)
     begun = json.loads((tmp_path / "run" / "run.json").read_text())
     options = FitOptions(
@@ -36,6 +37,23 @@ def test_a_run_of_the_command_line_is_continued_from_python(place, tmp_path):  #
     assert json.loads((tmp_path / "run" / "run.json").read_text()) == begun
 
 
+def test_a_refused_fit_leaves_the_folder_to_others(place, tmp_path):
+    asked = FitOptions(
+        model=str(place / "target"), data=[place / "data.jsonl"], out=tmp_path / "run", size="tiny", block_size=4,
+        steps=1, valid_count=0, anchors=2, batch_size=1,
+    )  # fmt: skip
+    fit(asked)
+    # The error, which is kept here, holds on to what it has seen.
+    with pytest.raises(ValueError, match="learning_rate 0.0006, now 0.1") as refused:
+        fit(replace(asked, learning_rate=0.1))
+    assert fit(asked) == [tmp_path / "run" / "last"], refused
+
+
+def test_no_samples_an_update_is_refused_by_its_name():
+    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
+        FitOptions(model="t", data=["d"], out="o", batch_size=0).recipe(9, 1)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -44,6 +62,9 @@ def test_a_run_of_the_command_line_is_continued_from_python(place, tmp_path):  #
         ({"valid_tokens": 1}, "--valid-tokens must be 2 or more, got 1"),
         ({"features": "recompute", "feature_dtype": "float16"}, "there are none"),
         ({"soft": 2}, "0 to 1, got 2"),
+        ({"size": "huge"}, "--size must be one of tiny, small, base, large; got 'huge'"),
+        ({"dtype": "float16"}, "--dtype must be one of float32, bfloat16; got 'float16'"),
+        ({"init_draft": "demo", "size": "tiny"}, "give one of them"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes, message):

@@ -16,8 +16,8 @@ from mlx_dflash.models.structure import Structure
 from mlx_dflash.train import fitting as fit_module
 from mlx_dflash.train.__main__ import main
 from mlx_dflash.train.files import open_alone
-from mlx_dflash.train.new_draft import SIZES, draft_config
-from mlx_dflash.train.samples import order_of_visit, read_material, unused_token
+from mlx_dflash.train.new_draft import SIZES, draft_config, unused_token
+from mlx_dflash.train.samples import order_of_visit, read_material
 from mlx_dflash.train.text.answers import Style, batched_answers, can_batch
 from mlx_dflash.train.text.corpus import FORMAT, CorpusWriter, Sample, read_corpus
 from mlx_dflash.train.trainer import Trainer

@@ -25,7 +25,10 @@ _SAME = 0.1  # of the probability may lie elsewhere: rounding moves less, paddin
 
 @dataclass(frozen=True)
 class Style:
-    """How answers are made. sampled_share: of the prompts, answered at this temperature and top_p; the others greedily."""
+    """How answers are made.
+
+    sampled_share: of the prompts, answered at this temperature and top_p; the others are answered greedily.
+    """
 
     max_tokens: int = 256
     sampled_share: float = 0.5

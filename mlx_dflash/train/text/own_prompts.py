@@ -13,6 +13,7 @@ import mlx.core as mx
 from jinja2.exceptions import TemplateError
 
 from ...commands.prompt_files import Prompt, read_prompts
+from ...commands.templates import render
 from ..files import open_alone
 from .answers import Style
 from .corpus import Sample
@@ -34,10 +35,11 @@ class OwnPrompts:
         self._opening, self._end = _place_of_user(tokenizer)
 
     def write(self, path: Path, count: int, answers: Answers, seed: int) -> Iterator[int]:
-        """Add prompts to a .jsonl file until it has `count`, all different; yield how many are there, first and after each.
+        """Add prompts to a .jsonl file until it has `count`, all different.
 
-        answers: lets the target go on with prompts. Raises ValueError that names the line for a file of something else,
-        and where the target says nothing new any more.
+        Yields how many are there: first of all, and after each that is added. answers: lets the target go on with
+        prompts. Raises ValueError that names the line for a file of something else, and where the target says nothing
+        new any more.
         """
         with open_alone(path) as file:
             file.truncate(_whole_bytes(path.read_bytes()))
@@ -45,7 +47,8 @@ class OwnPrompts:
             lines = path.read_text(encoding="utf-8").split("\n")
             if lines[-1]:
                 file.write("\n")
-            yield (number := len(found))
+            number = len(found)
+            yield number
             mx.random.seed(seed + number)
             seen, missed = set(lines), 0
             while number < count:
@@ -55,13 +58,15 @@ class OwnPrompts:
                     missed = missed + 1 if line is None or line in seen else 0
                     if missed > _PATIENCE:
                         raise ValueError(
-                            f"{missed} times in a row the target said nothing new as a user, or no end in {_MOST_TOKENS} tokens; give a file of --prompts"
+                            f"{missed} times in a row the target said nothing new as a user, or no end in "
+                            f"{_MOST_TOKENS} tokens; give a file of --prompts"
                         )
                     if not missed:
                         seen.add(line)
                         file.write(line + "\n")
                         file.flush()
-                        yield (number := number + 1)
+                        number += 1
+                        yield number
 
     def _line(self, tokens: Sequence[int]) -> str | None:
         """A line of the file, None if the turn did not end, is empty or holds more than a user's words."""
@@ -79,7 +84,7 @@ def _place_of_user(tokenizer: Any) -> tuple[Prompt, str]:
         raise ValueError("the target has no chat template, so it cannot speak as a user; give a file of --prompts")
     messages = [{"role": "user", "content": _PLACE}]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = render(tokenizer, messages)
     except TemplateError as error:
         raise ValueError(
             f"the target's chat template refuses a user's message: {error}; give a file of --prompts"
