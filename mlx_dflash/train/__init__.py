@@ -1,6 +1,6 @@
-"""Train a DFlash draft for any target: text that the target writes, a fit to it, and what the draft is worth.
+"""Train a DFlash draft for any target: text that the target writes, and a fit to it.
 
-Three steps, `python -m mlx_dflash.train data`, `fit` and `eval`; each continues where it was interrupted.
+Two steps, `python -m mlx_dflash.train data` and `fit`; each continues where it was interrupted.
 Source: DFlash, block diffusion for flash speculative decoding (z-lab).
 """
 
