@@ -10,7 +10,8 @@ from typing import Any
 
 from ..checkpoints.known_pairs import NO_DRAFT
 from ..commands.errors import Parser, run_command
-from ..commands.flags import block_size
+from ..commands.flags import block_size, seed
+from ..commands.sampling import check_numbers
 from .constructed import SHAPES
 from .figure import check_plot, plot
 from .measure import PLAIN, differences, make_arms, measure
@@ -114,7 +115,7 @@ def _add_work_flags(add: Any) -> None:
     add("--repeat", type=int, default=3, metavar="N", help="number of runs of each arm on each prompt (default: 3)")
     add("--compare", action="store_true", help="run plain mlx-lm, too, and check that the texts are the same")
     add("--temp", type=float, default=0.0, help="sampling temperature; 0 takes the likeliest token (default: 0)")
-    add("--seed", type=int, default=0, help="seed of the sampling and of the order of the arms (default: %(default)s)")
+    add("--seed", type=seed, default=0, help="seed of the sampling and of the order of the arms (default: %(default)s)")
     add("--json", action="store_true", help="print the JSON line only")
     add("--plot", metavar="FILE", help="draw the numbers, too, in the format that the ending names, as in out.png")
 
@@ -125,8 +126,7 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    if args.temp < 0:
-        raise ValueError(f"--temp must not be negative, got {args.temp}")
+    check_numbers({"--temp": args.temp})
     if args.constructed is not None and (args.model != "demo" or args.draft_model or args.prompts):
         raise ValueError(
             "--constructed builds its own pair and prompts; give it without --model, --draft-model and --prompts"

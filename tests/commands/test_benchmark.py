@@ -209,7 +209,9 @@ def test_kept_by_slot_is_of_the_drafts_whose_slot_was_reached():
     [
         (["--repeat", "0"], "--repeat must be at least 1, got 0"),
         (["--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
-        (["--temp", "-1"], "--temp must not be negative"),
+        (["--temp", "nan"], "--temp must be a number of 0 or more, got nan"),
+        (["--seed", "-1"], "--seed: must be a whole number"),
+        (["--temp", "-1"], "--temp must be a number of 0 or more, got -1.0"),
         (["--draft-model", "none"], "nothing to measure"),
         (["--constructed", "0.5", "--draft-model", "x"], "builds its own pair"),
         (["--constructed", "0.5", "--prompts", "x"], "builds its own pair and prompts"),
