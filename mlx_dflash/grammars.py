@@ -60,8 +60,10 @@ class Grammars:
 
 
 class GrammarProcessor:
-    """One text held to a grammar; for one run. after: token ids behind which the grammar begins, such as the end of
-    the reasoning; none for the beginning of the text.
+    """Lets only text of a grammar through; for one run.
+
+    after: the token ids after which the grammar begins, such as the end of the reasoning; empty for the beginning of
+    the text.
     """
 
     def __init__(self, matcher: Any, eos: list[int], after: tuple[int, ...] = ()):

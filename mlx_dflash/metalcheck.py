@@ -1,7 +1,7 @@
-"""python -m mlx_dflash.metalcheck: are the Metal kernels right and fast on this Mac?
+"""Check whether the Metal kernels are right and fast on this Mac.
 
-Prints one line per kernel and shape, a sentence for each failure that can be pasted into a bug report, and, with
---json, a file with all numbers. A chip on which kernels wait for the sustained check is released by passing it.
+Prints one line for each kernel and shape, and for each failure a sentence to paste into a bug report. On a chip where
+kernels wait for the check of sustained use, passing it lets them run. Takes about two minutes.
 """
 
 import argparse
@@ -48,14 +48,16 @@ HEADINGS = f"{'kernel':28}    n    err ours/stock   stock ms   ours ms speedup  
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the check; returns the exit status: 0 if every kernel is right, 1 if one is not or there is no GPU."""
+    """Run the check. Returns the exit status: 0 if every kernel is right, 1 if one is not or there is no Metal GPU."""
     parser = argparse.ArgumentParser(prog="python -m mlx_dflash.metalcheck", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all numbers of the check to FILE, as JSON"
+    )
     options = parser.parse_args(arguments)
     if not has_gpu():
         print(
-            "There is no Metal GPU here: this check needs a Mac with Apple silicon. On Linux, "
-            "pytest tests/test_attention_kernel.py runs the kernels in an emulator.",
+            "metalcheck needs a Mac with Apple silicon; this machine has no Metal GPU. "
+            "On Linux, `pytest tests/kernels` runs the kernels in an emulator.",
             file=sys.stderr,
         )
         return 1
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def machine() -> dict:
-    """What this machine is."""
+    """Describe this machine."""
     info = mx.device_info()
     return {
         "device": info["device_name"],
@@ -95,7 +97,7 @@ def machine() -> dict:
 
 
 def probe(elements: int = 2**28, size: int = 4096) -> dict:
-    """Bandwidth, matrix throughput, time of a dispatch and of a wake-up of the host."""
+    """Measure bandwidth, matrix throughput, and the time of a dispatch and of a wake-up of the host."""
     large, square = mx.ones((elements,), mx.float16), mx.ones((size, size), mx.float16)
     tiny = mx.zeros((8,))
     read = trial.seconds_per_call([large], lambda at, x: mx.max(x) + at, mx.zeros((), mx.float16), calls=4)
@@ -111,7 +113,7 @@ def probe(elements: int = 2**28, size: int = 4096) -> dict:
 
 
 def attention_rows(run: Runner):
-    """One row per shape and context: is it right, and how long does it take. A wrong kernel is not timed."""
+    """Yield a row for each shape and context with the error and the time. A wrong kernel is not timed."""
     for name, shape in ATTENTION.items():
         start = {"kernel": f"attention ({name})", "shape": str(shape)}
         found = tried(trial.check_attention, shape, run)
@@ -132,7 +134,7 @@ def attention_rows(run: Runner):
 
 
 def product_rows(run: Runner):
-    """One row per quantized product."""
+    """Yield a row for each quantized product. A wrong kernel is not timed."""
     for name, (rows, inputs, outputs, bits) in PRODUCTS.items():
         weight = mx.random.normal((outputs, inputs), key=mx.random.key(0)).astype(mx.bfloat16)
         w = Quantized(*mx.quantize(weight, group_size=64, bits=bits), 64, bits)
@@ -153,12 +155,12 @@ def tried(check: Callable[..., trial.Accuracy], *arguments, **options) -> trial.
 
 
 def accuracy(found: trial.Accuracy) -> dict:
-    """The columns of a row that say how right the kernel is."""
+    """Return the columns of a row that give the error."""
     return {"error": found.error, "stock error": found.stock_error, "wrong": found.wrong}
 
 
 def timed(times: tuple[float, float], read_bytes: int, flops: int) -> dict:
-    """Milliseconds of kernel and stock, and what they mean in GB/s and TFLOP/s."""
+    """Return the columns of a row that give the time. times: milliseconds of kernel and stock MLX."""
     ours, stock = times
     return {
         "ms": ours,
@@ -170,7 +172,7 @@ def timed(times: tuple[float, float], read_bytes: int, flops: int) -> dict:
 
 
 def line(row: dict) -> str:
-    """A row of the table under HEADINGS."""
+    """Format a row of the table under HEADINGS."""
     start = f"{row['kernel']:28} {row['context']:>6} "
     if row["wrong"]:
         return start + "WRONG: " + row["wrong"]
@@ -181,7 +183,7 @@ def line(row: dict) -> str:
 
 
 def tiny_pair(kernels: Kernels) -> tuple[nn.Module, DraftModel]:
-    """A target and a draft with random weights, for looking at their caches."""
+    """Make a target and a draft with random weights, to look at their caches."""
     sizes = dict(
         hidden_size=64,
         intermediate_size=128,
@@ -205,10 +207,10 @@ def tiny_pair(kernels: Kernels) -> tuple[nn.Module, DraftModel]:
 
 
 def moved_caches(kernels: Kernels) -> float:
-    """How many of the buffers of all caches change their place in memory per round, where none has to grow.
+    """Count the buffers of all caches that change their place in memory, for each round in which none has to grow.
 
-    Looking waits for the device, so some rounds are left alone between two looks: in odd numbers, for a buffer that moves
-    in each round may come back to the place it had two rounds ago.
+    Looking waits for the device, so some rounds pass between two looks. Their number is odd, because a buffer that
+    moves in every round may return to the place it had two rounds ago.
     """
     target, draft = tiny_pair(kernels)
     session = open_session(Pair(target, draft), mx.array([1] * 9), PIPELINED_TOKENS)
@@ -224,13 +226,13 @@ def moved_caches(kernels: Kernels) -> float:
 
 
 def places(caches: list) -> dict[tuple, int]:
-    """Address of the keys and of the values of every cache, by their number and shape."""
+    """Return the addresses of the keys and values of every cache, by their number and shape."""
     buffers = [array for cache in caches for array in (cache.keys, cache.values) if array is not None]
     return {(i, *array.shape): np.asarray(array).ctypes.data for i, array in enumerate(buffers)}
 
 
 def sustained(run: Runner) -> dict:
-    """Many calls in a row, each waited for: the median and the longest, in milliseconds, and whether none stalled."""
+    """Make many calls, one after another. Returns the median and the longest time, and whether no call stalled."""
     shape = ATTENTION["draft"]
     q, keys, _ = shape.problem(SUSTAINED_CONTEXT)
     times = []
@@ -248,7 +250,7 @@ def sustained(run: Runner) -> dict:
 
 
 def failures(report: dict) -> list[str]:
-    """One sentence for each thing that is wrong, with everything a bug report needs."""
+    """Return a sentence for each thing that is wrong, with everything that a bug report needs."""
     on = "on {device} ({architecture}), macOS {macOS}, mlx {mlx}".format(**report["machine"])
     found = [
         f"The kernel for {row['shape']} is wrong {on}: {row['wrong']}." for row in report["kernels"] if row["wrong"]

@@ -47,7 +47,7 @@ class Attention(nn.Module):
             self.attention_sink_bias = mx.zeros((self.num_heads,))
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
-        """x: (1, L, H), normed block rows. Returns (1, L, H). The block's K/V stay uncommitted."""
+        """Attend from normed block rows x (1, L, H). Returns (1, L, H). The block's K/V stay uncommitted."""
         queries, *block = self.project(x, rope, cache.offset)
         sinks = self.get("attention_sink_bias")
         out = self.kernels.attend_block(
@@ -79,6 +79,8 @@ def _scaled(x: mx.array, scale: float) -> mx.array:
 
 
 class MLP(nn.Module):
+    """The gated MLP of one draft layer."""
+
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -90,6 +92,8 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
+    """One draft layer: attention and MLP, each with its norm and, in DFlash 2, its convolutions."""
+
     def __init__(self, config: DraftConfig, layer: int, kernels: Kernels):
         super().__init__()
         self.self_attn = Attention(config, layer, kernels)
@@ -101,16 +105,16 @@ class DraftLayer(nn.Module):
             self.attention_conv, self.mlp_conv = GroupedDynamicConv(*sizes), GroupedDynamicConv(*sizes)
 
     def __call__(self, x: mx.array, rope: nn.Module, cache: ContextCache) -> mx.array:
-        """x: (1, L, H), the block. Returns (1, L, H)."""
+        """Apply the layer to the block x (1, L, H). Returns (1, L, H)."""
         return self.around(x, lambda h: self.self_attn(h, rope, cache))
 
     def around(self, x: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
-        """The layer with this attention: normed rows (B, L, H) to (B, L, H). x: (B, L, H). Returns (B, L, H)."""
+        """Apply the layer to x (B, L, H), with `attend` as its attention of normed rows. Returns (B, L, H)."""
         x = x + self._mixed("attention_conv", self.input_layernorm(x), attend)
         return x + self._mixed("mlp_conv", self.post_attention_layernorm(x), self.mlp)
 
     def _mixed(self, conv: str, x: mx.array, sublayer: Callable[[mx.array], mx.array]) -> mx.array:
-        """The sublayer, in DFlash 2 between two convolutions."""
+        """Apply the sublayer; in DFlash 2, between two convolutions."""
         if conv not in self:
             return sublayer(x)
         before, after = self[conv].kernels(x)
@@ -118,9 +122,9 @@ class DraftLayer(nn.Module):
 
 
 class KnownTargets:
-    """Room for what a pair learns of a draft with each of its targets, kept no longer than the target lives.
+    """What pairs have learned of a draft with each of its targets, kept no longer than the target lives.
 
-    mlx-lm's functions take two models, not a pair; this is how the second call finds what the first one learned.
+    mlx-lm's functions take two models, not a pair; here a second call finds what the first one has learned.
     """
 
     def __init__(self):
@@ -139,9 +143,9 @@ class KnownTargets:
 class DraftModel(nn.Module):
     """A DFlash draft: fc and hidden_norm make context rows of target features, layers turn a block into hidden rows.
 
-    parts: which of OPTIONAL_PARTS the checkpoint has. mask_embedding (H,) fills the mask slots in place of the
+    parts: those of OPTIONAL_PARTS that the checkpoint has. mask_embedding (H,) fills the mask slots in place of the
     embedding of the mask token. embed_tokens and lm_head stand in for the target's. d2t (Vd,) int makes the head a
-    reduced one: its row i is token i + d2t[i]. kernels: what runs the block's attention, stock MLX operations if None.
+    reduced one: its row i is token i + d2t[i]. kernels: runs the block's attention; None for stock MLX operations.
     known_targets: a slot for pair.py, which the network itself does not read.
     """
 
@@ -236,7 +240,7 @@ class DraftModel(nn.Module):
         return self._rope(keys, offset=offset), _scaled(kv[1], self.config.value_scale)
 
     def __call__(self, block: mx.array, caches: list[ContextCache]) -> mx.array:
-        """block: (1, L, H) embeddings of [anchor, mask, ...]. Returns (1, L, H), hidden rows after the final norm."""
+        """Return the hidden rows (1, L, H) after the final norm. block: (1, L, H) embeddings of [anchor, mask, ...]."""
         x = block.astype(self.dtype)
         for layer, cache in zip(self.layers, caches):
             x = layer(x, self._rope, cache)

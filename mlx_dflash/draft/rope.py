@@ -15,7 +15,7 @@ from .config import DraftConfig
 
 
 class YarnRope(nn.Module):
-    """YaRN: high frequencies as they are, low ones slowed by the factor, a ramp between; and a factor on Q and K."""
+    """YaRN: low frequencies are slowed by a factor, high ones are kept, with a ramp between; Q and K are scaled."""
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -25,7 +25,7 @@ class YarnRope(nn.Module):
         self._freqs = yarn_wavelengths(config.head_dim, config.rope_theta, scaling)
 
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
-        """x: (B, heads, S, d) at positions offset to offset + S - 1."""
+        """Rotate x (B, heads, S, d) at positions offset to offset + S - 1."""
         x = x * self.attention_factor if self.attention_factor != 1.0 else x
         return mx.fast.rope(
             x, self.dims, traditional=self.is_interleaved, base=None, scale=1.0, offset=offset, freqs=self._freqs
@@ -46,7 +46,7 @@ def make_rope(config: DraftConfig) -> nn.Module:
 
 
 def yarn_attention_factor(scaling: dict) -> float:
-    """The factor on Q and K: given, or from mscale and mscale_all_dim where both are set, or from the factor."""
+    """Return the factor on Q and K: as given, or from mscale and mscale_all_dim if both are set, or from the factor."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
@@ -59,7 +59,7 @@ def yarn_attention_factor(scaling: dict) -> float:
 
 
 def yarn_wavelengths(dims: int, theta: float, scaling: dict) -> mx.array:
-    """(d/2,) float32, one over the angle that each pair turns by in one position."""
+    """Return (d/2,) float32: for each pair of dimensions, one over the angle by which a position turns it."""
 
     def pair_that_turns(times: float) -> float:
         original = scaling["original_max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""The candidate selector of DFlash 2: which of the head's best tokens goes behind which.
+"""The candidate selector of DFlash 2: it scores how well one of the head's best tokens follows another.
 
 The head scores every slot alone. The selector adds, for the best few candidates of a slot, how well each follows the
 token that was chosen before it. It scores; the choice is the dice's.
@@ -11,9 +11,9 @@ import mlx.nn as nn
 
 
 class CandidateSelector(nn.Module):
-    """Scores of a slot's candidates behind a predecessor.
+    """Scores of a slot's candidates after a predecessor.
 
-    predecessor_codebook, successor_codebook: (V, r), a row a token. hidden_projection: H -> r.
+    predecessor_codebook, successor_codebook: (V, r), one row for each token. hidden_projection: H -> r.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, top_k: int):
@@ -30,7 +30,7 @@ class CandidateSelector(nn.Module):
         anchor: mx.array,
         choose: Callable[[mx.array, mx.array], mx.array],
     ) -> mx.array:
-        """Choose a path of drafts (γ,) uint32 behind the anchor (1,), slot by slot.
+        """Choose a path of drafts (γ,) uint32 after the anchor (1,), slot by slot.
 
         hidden: (γ, H), rows after the final norm. candidates: (γ, K) logits and their token ids.
         choose: scores (1, K), ids (K,) -> the chosen id (1,).
@@ -46,6 +46,6 @@ class CandidateSelector(nn.Module):
 
 
 def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """The k largest of each row of logits (γ, V), in no order: values (γ, k) and columns (γ, k)."""
+    """Return the k largest of each row of logits (γ, V), in no order: values (γ, k) and columns (γ, k)."""
     columns = mx.argpartition(logits, kth=-k, axis=-1)[:, -k:]
     return mx.take_along_axis(logits, columns, axis=-1), columns

@@ -1,6 +1,6 @@
 """Metal kernels for the few query rows of a block, each with a twin in stock MLX operations.
 
-choice.py decides, once per shape, which of the two runs; nothing here is compiled or checked before it is first needed.
+choice.py decides once for each shape which of the two runs. Nothing is compiled or checked until it is needed.
 """
 
 from .attention import Keys, Sight

@@ -1,14 +1,15 @@
-// Attention of a few query rows over a long context and the block behind it: first pass, one slice of the keys.
+// Attention of a few query rows over a long context and the block after it: first pass, one slice of the keys.
 //
 // A threadgroup owns up to 8 * RTG query rows of one key/value head and one slice of its keys. It reads each key and
 // each value of the slice once, straight from the buffers they live in, and leaves un-normalised partial results.
 // Keys are numbered 0 .. n + L: n rows of context, then the L rows of the block.
 //
-// Template: T element type; G query heads per key/value head; D head size; RTG row tiles, DS slices of D and KS slices of
-// a key tile, one simdgroup for each combination; BK keys per tile; BLOCK: the block has its own arrays (else it lies
-// behind the context, in the same buffers); CAUSAL: block row i sees block keys 0..i; WINDOW: a row sees keys less than
+// Template: T element type; G query heads per key/value head; D head size; RTG row tiles, DS slices of D and KS slices
+// of a key tile, one simdgroup for each combination; BK keys per tile; BLOCK: the block has its own arrays (else it
+// follows the context in the same buffers); CAUSAL: block row i sees block keys 0..i; WINDOW: a row sees keys less than
 // that far away (0: all).
-    // q: [B, Hk * G, L, D]; keys, values: [B, Hk, C, D]; block_keys, block_values: [B, Hk, L, D]; length: [B], n; scale: [1]
+    // q: [B, Hk * G, L, D]; keys, values: [B, Hk, C, D]; block_keys, block_values: [B, Hk, L, D]
+    // length: [B], n; scale: [1]
     // partial: [B, Hk, P, RP, D]; maximum, total: [B, Hk, P, RP], with P = splits * KS and RP = padded rows
     const int L = q_shape[2];
     const int R = G * L;                                    // rows of one key/value head: r = g * L + i
@@ -81,7 +82,8 @@
         simdgroup_matrix<float, 8, 8> S[KT];                // transposed scores: [key][row]
         for (int u = 0; u < KT; ++u) {
             S[u] = simdgroup_matrix<float, 8, 8>(0.0f);
-            const threadgroup T* key = (const threadgroup T*)staged_keys + ((key_slice * KT + u) * 8 + fm) * LD + d0 + fn;
+            const int staged = ((key_slice * KT + u) * 8 + fm) * LD + d0 + fn;
+            const threadgroup T* key = (const threadgroup T*)staged_keys + staged;
             for (int t = 0; t < DT; ++t) {
                 simdgroup_matrix<float, 8, 8> K;
                 K.thread_elements()[0] = float(key[t * 8]);
@@ -129,7 +131,8 @@
         }
         const bool unchanged = simd_all(fade[0] == 1.0f && fade[1] == 1.0f);
         const bool odd = (lane >> 1) & 1;
-        if (!unchanged) {                                   // O holds row fm: its factor is in a lane whose rows are fn, fn + 1
+        if (!unchanged) {
+            // this lane's O is of row fm, whose factor is in the lane `owner`, as one of its rows fn, fn + 1
             const int owner = (((lane >> 4) & 1) << 3) | ((lane >> 2) & 1) | (odd ? 2 : 0);
             const float factor = simd_shuffle(odd ? fade[1] : fade[0], ushort(owner));
             for (int t = 0; t < DT; ++t)
@@ -143,7 +146,8 @@
             simdgroup_matrix<float, 8, 8> P;
             P.thread_elements()[0] = odd ? q1 : q0;
             P.thread_elements()[1] = odd ? q0 : q1;
-            const threadgroup T* value = (const threadgroup T*)staged_values + ((key_slice * KT + u) * 8 + fm) * LD + d0 + fn;
+            const int staged = ((key_slice * KT + u) * 8 + fm) * LD + d0 + fn;
+            const threadgroup T* value = (const threadgroup T*)staged_values + staged;
             for (int t = 0; t < DT; ++t) {
                 simdgroup_matrix<float, 8, 8> V;
                 V.thread_elements()[0] = float(value[t * 8]);

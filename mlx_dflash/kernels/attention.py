@@ -1,7 +1,8 @@
-"""Attention of a block of queries over a long context and the block itself: Metal kernel and its twin in MLX operations.
+"""Attention of a block of queries over a long context and over the block: Metal kernel and twin in MLX operations.
 
-One shape of problem serves the draft (block rows see each other) and the verify (block rows see earlier ones). Knows
-where keys and values lie in memory and which of them a row sees; knows nothing of models, caches or of who decides.
+It serves the draft, whose block rows see each other, and the verify, whose block rows see the earlier ones. Knows where
+keys and values lie in memory and which of them a row sees; knows nothing of models, caches, or the choice between the
+two.
 """
 
 from dataclasses import dataclass
@@ -13,17 +14,17 @@ from .call import KernelCall, Runner, metal_source
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 8  # per threadgroup: 256 threads launch on every Apple GPU
-STOCK = mx.fast.scaled_dot_product_attention  # also while a target has something else in its place
+STOCK = mx.fast.scaled_dot_product_attention  # kept here, since a target's stand-in may take its place in mx.fast
 KEYS_PER_SPLIT = 256  # fewer keys than this are not worth a threadgroup of their own
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Where the keys and values of one layer lie.
+    """The place of one layer's keys and values in memory.
 
-    keys, values: (B, Hkv, C, d) buffers, d contiguous, rows 16-byte aligned; of the C rows, `length` are context and
-    the rest may hold anything. block: the block's own keys and values, (B, Hkv, L, d) each, or None when they are rows
-    length .. length + L of the buffers.
+    keys, values: (B, Hkv, C, d) buffers, d contiguous, rows 16-byte aligned. The first `length` of the C rows are the
+    context; the others may hold anything. block: the block's own keys and values, (B, Hkv, L, d) each, or None if they
+    are rows length to length + L of the buffers.
     """
 
     keys: mx.array
@@ -34,10 +35,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query row sees. Row i of the block stands at position length + i.
+    """The keys that a query row sees. Row i of the block has position length + i.
 
-    causal: block row i sees block rows 0..i, else all of them. window: a row sees only keys less than window
-    positions away, in the block both ways; 0 for all keys.
+    causal: block row i sees block rows 0 to i; otherwise it sees them all. window: a row sees only keys that are fewer
+    than `window` positions away, in both directions; 0 for all keys.
     """
 
     causal: bool = False
@@ -46,7 +47,12 @@ class Sight:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one pass is cut up: row_tiles of 8 query rows, slices of the head size and slices of a tile of keys."""
+    """The cut of a first pass into threadgroups, and of a threadgroup into simdgroups.
+
+    row_groups, splits: threadgroups for the rows of one key/value head, and for its keys. row_tiles, d_slices,
+    key_slices: simdgroups of a threadgroup for 8 query rows each, for slices of the head size, and for slices of a tile
+    of keys_per_tile keys.
+    """
 
     row_groups: int
     row_tiles: int
@@ -57,16 +63,20 @@ class Geometry:
 
     @property
     def simdgroups(self) -> int:
+        """Number of simdgroups in a threadgroup."""
         return self.row_tiles * self.d_slices * self.key_slices
 
 
 def row_step(rows: int) -> int:
-    """The number of rows, a power of two, that launches of `rows` rows are compiled for and decided on."""
+    """Round a number of rows up to the power of two for which launches are compiled and verdicts hold."""
     return 1 << (rows - 1).bit_length()
 
 
 def plan(q: mx.array, keys: Keys, sight: Sight, cores: int, simdgroups: int = SIMDGROUPS) -> Geometry:
-    """Cut a call up: one wave of two threadgroups per core, no split empty, at most so many simdgroups in each."""
+    """Cut a call into one wave of two threadgroups for each core, without empty splits.
+
+    simdgroups: the largest number of them in a threadgroup.
+    """
     batch, heads, rows, head_size = q.shape
     kv_heads = keys.keys.shape[1]
     group = heads // kv_heads
@@ -86,7 +96,7 @@ def plan(q: mx.array, keys: Keys, sight: Sight, cores: int, simdgroups: int = SI
 
 
 def supports(q: mx.array, keys: Keys) -> bool:
-    """Whether the Metal kernel knows this head size, dtype and grouping of heads."""
+    """Return whether the Metal kernel knows this head size and dtype."""
     alike = q.dtype in DTYPES and q.dtype == keys.keys.dtype == keys.values.dtype
     return alike and q.shape[-1] in HEAD_SIZES and q.shape[-1] == keys.values.shape[-1]
 
@@ -102,13 +112,13 @@ def attend_metal(
     cores: int = 20,
     simdgroups: int = SIMDGROUPS,
 ) -> mx.array:
-    """The kernel. Shapes, result and meaning are those of attend_ops; run executes the launches, cut up as in plan."""
+    """Compute attend_ops by the kernel. run: executes the launches. cores, simdgroups: see plan."""
     first = partial_call(q, keys, sight, scale, plan(q, keys, sight, cores, simdgroups))
     return run(merge_call(q, run(first), sinks))[0]
 
 
 def partial_call(q: mx.array, keys: Keys, sight: Sight, scale: float, cut: Geometry) -> KernelCall:
-    """The first pass: un-normalised results, maxima and denominators of every slice of keys."""
+    """Return the first pass: un-normalised results, maxima and denominators of every slice of keys."""
     batch, heads, rows, head_size = q.shape
     kv_heads = keys.keys.shape[1]
     block_keys, block_values = keys.block or (keys.keys, keys.values)
@@ -148,7 +158,7 @@ def partial_call(q: mx.array, keys: Keys, sight: Sight, scale: float, cut: Geome
 
 
 def merge_call(q: mx.array, partials: list[mx.array], sinks: mx.array | None) -> KernelCall:
-    """The second pass: one output array (B, Hq, L, d) from the slices of the first."""
+    """Return the second pass: one output array (B, Hq, L, d) from the slices of the first."""
     batch, heads, rows, head_size = q.shape
     kv_heads = partials[1].shape[1]
     return KernelCall(
@@ -164,7 +174,7 @@ def merge_call(q: mx.array, partials: list[mx.array], sinks: mx.array | None) ->
 
 
 def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None) -> mx.array:
-    """Attention of a block over its context in stock MLX operations.
+    """Compute the attention of a block over its context and itself in stock MLX operations.
 
     q: (B, Hq, L, d), rotated. scale: factor of the scores. sinks: (Hq,) extra logits, or None. Returns (B, Hq, L, d).
     Without keys.block it reads a view of the buffers and copies nothing.
@@ -178,7 +188,7 @@ def attend_ops(q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.ar
 
 
 def block_mask(rows: int, length: int, sight: Sight) -> mx.array | str | None:
-    """The mask that stock attention takes: None, "causal", or a (rows, length + rows) bool array."""
+    """Return the mask that stock attention takes: None, "causal", or a (rows, length + rows) bool array."""
     if not sight.window or length + rows <= sight.window:
         return "causal" if sight.causal else None
     distance = mx.arange(length, length + rows)[:, None] - mx.arange(length + rows)[None]

@@ -1,5 +1,6 @@
 // Attention, second pass: weigh the partial results of the slices and divide. One thread per output element.
-// Template: T element type; G query heads per key/value head; D head size; SINKS: one more logit per head, without a value.
+// Template: T element type; G query heads per key/value head; D head size; SINKS: each head has one more logit, which
+// has no value.
     // partial: [B, Hk, P, RP, D]; maximum, total: [B, Hk, P, RP]; sinks: [Hk * G]
     // out: [B, Hk * G, L, D], the rows of one key/value head in order
     const int d = int(thread_position_in_grid.x);

@@ -1,7 +1,7 @@
 """A Metal launch as data.
 
-A KernelCall holds everything mx.fast.metal_kernel needs, so a launch can be inspected, compared and run by something
-other than a GPU. Knows nothing of attention or matmuls, and nothing of who runs it.
+A KernelCall holds all that mx.fast.metal_kernel needs, so that something other than a GPU can inspect and run a launch.
+Knows nothing of attention or of products.
 """
 
 from collections.abc import Callable
@@ -29,17 +29,17 @@ class KernelCall:
     threadgroup: tuple[int, int, int]
 
 
-Runner = Callable[[KernelCall], list[mx.array]]  # what executes a launch: MetalRunner, or an emulator in tests
+Runner = Callable[[KernelCall], list[mx.array]]  # executes a launch: a MetalRunner, or an emulator in tests
 
 
 @cache
 def metal_source(name: str) -> str:
-    """The text of a kernel body that ships with this package, e.g. metal_source("attention.metal"); read once."""
+    """Read the text of a kernel body that ships with this package, such as "attention.metal"."""
     return resources.files(__package__).joinpath(name).read_text()
 
 
 class MetalRunner:
-    """Runs launches on the GPU; keeps the kernels it made, one per (name, body)."""
+    """Runs launches on the GPU, and keeps the kernels that it has made, one for each name and body."""
 
     def __init__(self):
         self._made = {}

@@ -1,7 +1,7 @@
-"""Kernel or twin: decided once per shape, before the call; for the shapes of a pair, before its first round.
+"""The choice between a kernel and its twin, made once for each shape; for those of a pair, before its first round.
 
-Kernels is the one entry to this package: models and targets call its attend_block, attend and multiply, and the answer
-is the same either way. Knows shapes, this machine and the mode; knows nothing of models, caches' insides or rounds.
+Kernels is the one entry to this package. Models and targets call its attend_block, attend and multiply; the result is
+the same either way. Knows shapes, this machine and the mode; knows nothing of models, rounds or the inside of caches.
 """
 
 import re
@@ -24,16 +24,16 @@ MODES = ("auto", "off", "force", "check")
 FIRST_GUARDED_GENERATION = 17  # of chips on which sustained use has stalled; see metalcheck
 SUSTAINED = "sustained"
 STALL_SECONDS, STALL_FACTOR, PASSES_KNOWN = 1.0, 20.0, 8
-# With these numbers of rows, every step of both kernels comes up: each is the least of its step in one of them.
+# The smallest row count of every step of either kernel.
 PREPARED_ROWS = (2, 3, 5, 7, 9, 13, 17, 33, 65)
 
 
 class Kernels:
-    """Runs attention and few-row products by kernel or by twin.
+    """Runs attention and products of few rows by kernel or by twin.
 
-    mode: "auto": the kernel where the self-check of this machine passed and the race against the twin was won; "off":
-    twins; "force": kernels wherever the shape is known to them, unchecked; "check": both, compared at every call.
-    record: remembers verdicts between runs. run: what executes launches, None for the GPU.
+    mode: "auto" for the kernel where it has passed its self-check on this machine and won the race against its twin,
+    "off" for twins, "force" for the kernel of every shape that it knows, without a check, "check" for both, compared at
+    every call. record: keeps verdicts between runs. run: executes launches; None for the GPU.
     Raises ValueError for another mode.
     """
 
@@ -43,21 +43,21 @@ class Kernels:
         self.mode, self.record = mode, record or Record(None)
         self.verdicts: dict[Hashable, Verdict] = {}  # by shape
         self._run = run or MetalRunner()
-        # Whether any shape may ever run as a kernel here.
+        # False if no shape will ever run by a kernel here.
         self.can_run = mode != "off" and (run is not None or has_gpu())
         self._seconds: list[float] = []
         self._is_preparing = self._is_prepared = False
 
     @property
     def is_active(self) -> bool:
-        """Whether any shape seen so far runs as a kernel."""
+        """True if any shape seen so far runs by its kernel."""
         return any(verdict.refused is None for verdict in self.verdicts.values())
 
     def prepare(self, play: Callable[[int], None], block_size: int) -> None:
-        """Decide on all that the rounds of a pair will use and compile it, so that no round has to.
+        """Decide on every shape that the rounds of a pair will use, and compile its kernel, so that no round has to.
 
-        play(rows) computes a round of that many rows, up to block_size, by means of this object. From then on, what did
-        not come up runs by its twin.
+        play(rows) computes a round of that many rows, up to block_size, by means of this object. Shapes that do not
+        come up in it run by their twins from then on.
         """
         self._is_preparing = True
         try:
@@ -78,11 +78,11 @@ class Kernels:
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attention of a draft's block over the context in cache and over itself.
+        """Compute the attention of a draft's block over the context in a cache and over itself.
 
-        q: (B, Hq, L, d); block: keys and values (B, Hkv, L, d). cache: its first `rows` rows of keys and values count;
-        the twin writes the block behind them (write_block), the kernel reads it where it is. sinks: (Hq,) logits of
-        attending to nothing. Returns (B, Hq, L, d).
+        q: (B, Hq, L, d). block: keys and values, (B, Hkv, L, d) each. cache: its first `rows` rows of keys and values
+        are the context; the twin writes the block after them (write_block), the kernel reads the block where it is.
+        sinks: (Hq,) logits of attending to nothing. Returns (B, Hq, L, d).
         """
         sinks = None if sinks is None else sinks.astype(q.dtype)
         if cache.rows:
@@ -93,23 +93,23 @@ class Kernels:
         return attention.attend_ops(q, Keys(keys, values, keys.shape[2] - q.shape[2]), sight, scale, sinks)
 
     def attend(self, q: mx.array, keys: Keys, sight: Sight, scale: float, sinks: mx.array | None = None) -> mx.array:
-        """Attention of a block whose keys and values lie where Keys says; see attention.attend_ops."""
+        """Compute the attention of a block. Arguments and result are those of attention.attend_ops."""
         if self._verdict_on_attention(q, keys, sight, sinks):
             return self._attend_metal(q, keys, sight, scale, sinks)
         return attention.attend_ops(q, keys, sight, scale, sinks)
 
     def multiply(self, x: mx.array, w: Quantized) -> mx.array:
-        """x (..., K) times transposed quantized weights (N, K): (..., N)."""
+        """Multiply x (..., K) by transposed quantized weights (N, K). Returns (..., N)."""
         if not self._verdict_on_product(x, w):
             return matmul.multiply_ops(x, w)
         product = matmul.multiply_metal(x, w, run=self._run)
         return self._checked(product, lambda: matmul.multiply_ops(x, w), "product")
 
     def distrusts(self, logits: mx.array, started: float) -> bool:
-        """Whether a pass that used kernels must be repeated without them; waits for it.
+        """Wait for a pass that used kernels, and return whether it must be repeated without them.
 
-        logits: (..., V), of which one column shows whether a row is finite. started: when the pass was built, by
-        time.perf_counter. After a pass that stalls or is not finite, every shape runs by its twin, with one warning.
+        logits: (..., V), of which one column shows whether a row is finite. started: the time.perf_counter at which the
+        pass was built. After a pass that stalls or is not finite, every shape runs by its twin, with one warning.
         """
         if not self.is_active:
             return False
@@ -123,7 +123,7 @@ class Kernels:
         return False
 
     def give_up(self, reason: str) -> None:
-        """Run everything by its twin from now on, and say so."""
+        """Run every shape by its twin from now on, and warn with the reason."""
         warnings.warn(
             f"Metal kernels are switched off: {reason}. Please report it with the output of "
             "python -m mlx_dflash.metalcheck",
@@ -152,7 +152,7 @@ class Kernels:
     def _verdict_on_attention(self, q, keys, sight, sinks) -> bool:
         if not self.can_run or not attention.supports(q, keys):
             return False
-        # A short context and few rows are one launch for stock MLX.
+        # Stock MLX needs one launch for few rows over a short context; the kernel needs two.
         rows = q.shape[2] * q.shape[1] // keys.keys.shape[1]
         if self.mode == "auto" and keys.length < 512 and rows <= 32 and not self._is_preparing:
             return False
@@ -191,7 +191,7 @@ class Kernels:
 
 
 def attention_shape(q: mx.array, keys: Keys, sight: Sight, sinks: mx.array | None) -> AttentionShape:
-    """The shape of a call, without what may change between rounds; the rows are those of its step."""
+    """Return the shape of a call. Its rows are rounded to their step; the length of the context is no part of it."""
     batch, heads, rows, head_size = q.shape
     return AttentionShape(
         heads,
@@ -207,11 +207,11 @@ def attention_shape(q: mx.array, keys: Keys, sight: Sight, sinks: mx.array | Non
 
 
 def has_gpu() -> bool:
-    """Whether MLX computes on a GPU that takes Metal kernels."""
+    """Return whether MLX computes on a GPU that takes Metal kernels."""
     return mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
 
 
 def chip_generation() -> int:
-    """17 for applegpu_g17s; 0 where the name says nothing."""
+    """Return the generation in the name of the GPU, 17 for applegpu_g17s; 0 if the name has none."""
     found = re.search(r"applegpu_g(\d+)", mx.device_info()["architecture"])
     return int(found[1]) if found else 0

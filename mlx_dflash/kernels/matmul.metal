@@ -1,8 +1,8 @@
 // y = x W^T for the few rows of a verified block and a quantized W: each packed weight is read once for all rows.
 //
 // A threadgroup owns NT * 8 output features; its SG simdgroups take turns at 64-wide slices of K and are added at the
-// end. The products are of the raw integers: scale and bias of a group are applied to its sums. Inside a slice, column c
-// of the t-th fragment stands for k = 8 * c + t, so a lane's weights are whole words and its x are 16 consecutive bytes.
+// end. The products are of the raw integers; scale and bias of a group are applied to its sums. In a slice, column c of
+// the t-th fragment is k = 8 * c + t, so that a lane's weights are whole words and its x are 16 consecutive bytes.
 //
 // Template: T element type; BITS 4 or 8; GROUP weights per scale, a multiple of 64; MT row tiles of 8; NT; SG.
     // x: [M, K], K contiguous; w: [N, K * BITS / 32]; scales, biases: [N, K / GROUP]; y: [M, N]

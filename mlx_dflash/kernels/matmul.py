@@ -1,7 +1,7 @@
-"""Quantized matrix product for a few rows: Metal kernel and its twin.
+"""Quantized matrix product for a few rows: Metal kernel and twin.
 
-A verify pass has 2 to 16 rows, too many for MLX's matrix-vector kernels and half a tile of its matrix-matrix one. Knows
-affine-quantized weights as mlx packs them; knows nothing of models or of who decides.
+A verify pass has 2 to 16 rows: too many for MLX's matrix-vector kernels, and half a tile of its matrix-matrix kernel.
+Knows affine-quantized weights as MLX packs them; knows nothing of models or of the choice between kernel and twin.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ ROW_STEPS = (5, 7, 9, 13)
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights of a linear layer without its bias: weight (N, K * bits / 32) uint32; scales, biases (N, K / group_size)."""
+    """Weights of a linear layer, without the bias of the layer.
+
+    weight: (N, K * bits / 32) uint32. scales, biases: (N, K / group_size), of the quantization.
+    """
 
     weight: mx.array
     scales: mx.array
@@ -28,7 +31,7 @@ class Quantized:
 
 
 def supports(x: mx.array, w: Quantized) -> bool:
-    """Whether the kernel knows this shape: 5 (8 bits: 6) to 16 rows, groups of 64 or 128."""
+    """Return whether the kernel knows this shape: 5 (8 bits: 6) to 16 rows, groups of 64 or 128."""
     rows = x.size // x.shape[-1]
     few = (5 if w.bits == 4 else 6) <= rows <= MAX_ROWS
     alike = x.dtype == w.scales.dtype and x.dtype in (mx.float32, mx.float16, mx.bfloat16)
@@ -36,17 +39,17 @@ def supports(x: mx.array, w: Quantized) -> bool:
 
 
 def row_step(rows: int) -> int:
-    """The number of rows that a product of `rows` rows, 5 to 16, is decided on: fewer, where the kernel gains less."""
+    """Round a number of rows, 5 to 16, down to the one whose verdict holds for it: a kernel gains least there."""
     return max(step for step in ROW_STEPS if step <= rows)
 
 
 def multiply_metal(x: mx.array, w: Quantized, *, run: Runner) -> mx.array:
-    """The kernel. Shapes, result and meaning are those of multiply_ops; run executes the launch."""
+    """Compute multiply_ops by the kernel, with the same shapes. run: executes the launch."""
     return run(multiply_call(x, w))[0].reshape(*x.shape[:-1], w.weight.shape[0])
 
 
 def multiply_call(x: mx.array, w: Quantized) -> KernelCall:
-    """The launch for x (..., K) with at most 16 rows in all."""
+    """Return the launch for x (..., K) with at most 16 rows in all."""
     x = x.reshape(-1, x.shape[-1])
     rows, features = x.shape[0], w.weight.shape[0]
     row_tiles, groups = -(-rows // 8), -(-features // (8 * FEATURE_TILES))
@@ -69,7 +72,7 @@ def multiply_call(x: mx.array, w: Quantized) -> KernelCall:
 
 
 def multiply_ops(x: mx.array, w: Quantized) -> mx.array:
-    """x (..., K) times the transposed weights: (..., N), in stock MLX."""
+    """Multiply x (..., K) by the transposed weights in stock MLX. Returns (..., N)."""
     return mx.quantized_matmul(
         x, w.weight, scales=w.scales, biases=w.biases, transpose=True, group_size=w.group_size, bits=w.bits
     )

@@ -1,4 +1,4 @@
-"""What self-checks found on this machine, remembered between runs.
+"""The verdicts of earlier runs on this machine, in a file.
 
 Verdicts hold for one chip, one macOS, one MLX and one text of the kernels; under any other they are not found. Knows a
 file; knows nothing of what a verdict means.
@@ -19,7 +19,7 @@ SOURCES = ("attention.metal", "attention_merge.metal", "matmul.metal")
 
 
 def environment() -> str:
-    """What a verdict depends on besides the shape."""
+    """Name everything that a verdict depends on, apart from the shape."""
     text = "".join(metal_source(name) for name in SOURCES)
     chip = mx.device_info()["architecture"]
     kernels = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -38,7 +38,7 @@ class Record:
         self.path = path
 
     def find(self, shape: str) -> dict | None:
-        """The verdict on a shape in this environment, or None."""
+        """Return the verdict on a shape in this environment, or None."""
         return self._read().get(environment(), {}).get(shape) if self.path else None
 
     def keep(self, shape: str, verdict: dict) -> None:

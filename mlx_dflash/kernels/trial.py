@@ -1,7 +1,7 @@
-"""Self-check and race: is a kernel right on this machine, and is it faster than its twin?
+"""Self-check and race of a kernel: is it right on this machine, and is it faster than its twin?
 
-Works on made-up problems of one shape. Knows how to compare and to time; knows nothing of models or of what follows
-from the answer.
+Both use made-up problems of one shape. Knows how to compare and to time; knows nothing of models, or of what the
+answers are used for.
 """
 
 import time
@@ -25,7 +25,7 @@ CACHED_BYTES = 128 << 20  # no chip's last-level cache is larger
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What an attention kernel is compiled for, as far as the caller decides it."""
+    """The properties of an attention call for which a kernel is compiled and a verdict holds."""
 
     heads: int
     kv_heads: int
@@ -49,8 +49,8 @@ class AttentionShape:
         return " ".join(["attention", size, str(self.dtype)[9:], f"rows {self.rows}", *filter(None, flags)])
 
     def problem(self, length: int) -> tuple[mx.array, Keys, mx.array | None]:
-        """Queries, keys with NaN in the spare rows of their buffers, and sinks, for a context of that length."""
-        # Keys of its own: a self-check in the middle of a run must not move the caller's random numbers.
+        """Make up queries, keys with NaN in the spare rows of their buffers, and sinks, for a context of a length."""
+        # Explicit random keys: a self-check in the middle of a run must not change the caller's random numbers.
         seeds = iter(mx.random.split(mx.random.key(length), 6))
 
         def normal(heads: int, rows: int) -> mx.array:
@@ -69,7 +69,7 @@ class AttentionShape:
 class Accuracy:
     """Largest errors of a kernel and of stock MLX in the same precision, against float32.
 
-    wrong: what is wrong with the kernel, in one sentence; None if nothing is.
+    wrong: the fault of the kernel, in one sentence; None if it has none.
     """
 
     error: float
@@ -80,7 +80,7 @@ class Accuracy:
 def check_attention(
     shape: AttentionShape, run: Runner, contexts: tuple[int, ...] = CONTEXTS, simdgroups: int = SIMDGROUPS
 ) -> Accuracy:
-    """Hold the kernel against stock MLX at contexts of these lengths, up to the first at which it is wrong."""
+    """Compare the kernel with stock MLX at contexts of these lengths, up to the first at which it is wrong."""
     scale, found = shape.head_size**-0.5, []
     for length in contexts:
         q, keys, sinks = shape.problem(length)
@@ -97,7 +97,7 @@ def check_attention(
 
 
 def check_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> Accuracy:
-    """Hold the kernel against stock MLX at one product of x_shape and w."""
+    """Compare the kernel with stock MLX at one product of x_shape and w."""
     x = mx.random.normal(x_shape, key=mx.random.key(0)).astype(w.scales.dtype)
     wide = Quantized(w.weight, w.scales.astype(mx.float32), w.biases.astype(mx.float32), w.group_size, w.bits)
     exact = multiply_ops(x.astype(mx.float32), wide)
@@ -105,9 +105,9 @@ def check_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> Accura
 
 
 def compare(first: mx.array, second: mx.array, stock: mx.array, exact: mx.array) -> Accuracy:
-    """Hold two runs of a kernel against stock MLX in the same precision and in float32.
+    """Compare two runs of a kernel with stock MLX in the same precision (stock) and in float32 (exact).
 
-    All arrays have one shape. The kernel's error may be twice that of stock, and one rounding of the result.
+    All arrays have one shape. The error of the kernel may be twice that of stock MLX plus one rounding of the result.
     """
     error, stock_error = (mx.abs(x.astype(mx.float32) - exact).max().item() for x in (first, stock))
     allowed = 2 * stock_error + ROUNDING[first.dtype] * mx.abs(exact).max().item()
@@ -154,7 +154,7 @@ def race_attention(
 
 
 def attention_ms(attend: Callable[..., mx.array], shape: AttentionShape, problems: list) -> float:
-    """Time one call of attend_metal or attend_ops; the queries of a call are the result of the one before."""
+    """Time one call of attend_metal or attend_ops; the queries of a call are the result of the previous one."""
 
     def step(q: mx.array, problem: tuple) -> mx.array:
         _, keys, sinks = problem
@@ -178,7 +178,10 @@ def race_product(x_shape: tuple[int, ...], w: Quantized, run: Runner) -> Race:
 
 
 def seconds_per_call(problems: list, step: Callable, start: mx.array, calls: int = 24) -> float:
-    """Best mean of three chains of calls, each using the result of the one before, over rotating data."""
+    """Return the best mean time of three chains of calls, where each call uses the result of the previous one.
+
+    step(result, problem) makes a call; the problems take turns. start: the first result.
+    """
     best = float("inf")
     for _ in range(4):  # the first warms up
         mx.eval(start)

@@ -1,7 +1,7 @@
-"""The verdict on a kernel for one shape: that it runs, and how, or why its twin runs instead.
+"""The verdict on a kernel for one shape: whether the kernel runs or its twin, and why.
 
-Verdicts come from a self-check and a race. Knows trials, and how a verdict looks as an entry of the record; knows
-nothing of files, and nothing of the calls that a verdict decides.
+A verdict comes from a self-check and a race. Knows trials, and the form of a verdict in the record; knows nothing of
+files, or of the calls for which a verdict holds.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .matmul import Quantized
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial of one shape has come to.
+    """The result of trying one shape out.
 
     refused: why the twin runs, in one sentence; None if the kernel runs. is_slower: the kernel is right, but lost the
     race. is_temporary: Metal refused a launch, which may be for want of memory, so the verdict is not to be remembered.
@@ -36,7 +36,7 @@ class Verdict:
         return cls(**known | {"ms": {context: tuple(times) for context, times in entry.get("ms", {}).items()}})
 
     def to_entry(self) -> dict[str, Any]:
-        """Return the entry for the record: `refused`, and all that is known besides."""
+        """Return the entry for the record: `refused`, and every other field that is not false or empty."""
         return {name: value for name, value in asdict(self).items() if value or name == "refused"}
 
     @property

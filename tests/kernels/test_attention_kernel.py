@@ -1,8 +1,7 @@
 """The attention kernel against a dense float64 reference, run by the emulator."""
 
 import math
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import mlx.core as mx
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 from support.exactness import allowed_error, error, rounding, wide
 from support.metal_emulator import Emulator, emulate, why_unavailable
-from support.metal_emulator.lint import clang, lint
 
-from mlx_dflash.kernels.attention import Keys, Sight, attend_metal, attend_ops, merge_call, partial_call, plan
+from mlx_dflash.kernels.attention import Keys, Sight, attend_metal, attend_ops, partial_call, plan
 from mlx_dflash.kernels.call import MetalRunner
 from mlx_dflash.kernels.choice import has_gpu
 
@@ -195,23 +193,3 @@ def test_every_split_has_keys_and_all_keys_have_a_split(window):
             keys = 16 + (min(length, window - 1) if window else length)
             share = math.ceil(math.ceil(keys / cut.splits) / cut.keys_per_tile) * cut.keys_per_tile
             assert (cut.splits - 1) * share < keys <= cut.splits * share, (length, cores, cut)
-
-
-@pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_text_keeps_address_spaces_apart(case):
-    q, keys, sight, scale, sinks = problem(case, 33)
-    first = partial_call(q, keys, sight, scale, plan(q, keys, sight, 20))
-    partials = [mx.zeros(shape, dtype) for shape, dtype in first.outputs.values()]
-    for call in (first, merge_call(q, partials, sinks)):
-        assert lint(call) == ""
-
-
-@pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
-@pytest.mark.parametrize("pointer", ("const device T* query", "const threadgroup T* key =", "device float* out"))
-def test_lint_sees_a_pointer_without_its_address_space(pointer):
-    q, keys, sight, scale, _ = problem(CASES[0], 33)
-    call = partial_call(q, keys, sight, scale, plan(q, keys, sight, 20))
-    bare = re.sub("device |threadgroup ", "", pointer)
-    assert pointer in call.source
-    assert "error" in lint(replace(call, source=call.source.replace(pointer, bare)))

@@ -172,7 +172,7 @@ def test_threadgroup_that_is_too_large_is_tried_at_half_its_size(head_size, rows
 
 def test_threadgroup_that_is_too_large_at_half_its_size_gives_way_to_the_twin(monkeypatch):
     sizes = []
-    kernels = Kernels("auto", run=refusing(lambda call: never(call), 0))
+    kernels = Kernels("auto", run=refusing(never, 0))
     kernels._run = lambda call, run=kernels._run: (sizes.append(call.threadgroup[0]), run(call))
     with pytest.warns(UserWarning, match="Thread group size .128. is greater"):
         kernels.attend_block(*draft_call(GrowingKVCache(), rows=20), Sight(), SCALE)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.exactness import allowed_error, error, rounding, wide
 from support.metal_emulator import Emulator, emulate, why_unavailable
-from support.metal_emulator.lint import clang, lint
 
 from mlx_dflash.kernels.call import MetalRunner
 from mlx_dflash.kernels.choice import has_gpu
@@ -108,9 +107,3 @@ def test_shapes_the_kernel_does_not_know_are_refused():
     assert not supports(x.astype(mx.float32), w)
     assert not supports(x, replace(w, group_size=32))
     assert not supports(x, replace(w, bits=6))
-
-
-@pytest.mark.skipif(clang() is None, reason="the address-space lint needs clang++")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_text_keeps_address_spaces_apart(case):
-    assert lint(multiply_call(*problem(case))) == ""

@@ -1,4 +1,4 @@
-"""The check a Mac owner runs: what it prints, what it calls wrong, and what it remembers."""
+"""The check for the owner of a Mac: its output, the faults that it names, and the verdict that it keeps."""
 
 import json
 from functools import partial
@@ -37,11 +37,12 @@ def mac(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_a_gpu_it_says_what_is_missing(capsys):
+def test_without_a_gpu_one_line_says_what_is_missing(capsys):
     if choice.has_gpu():
         pytest.skip("this machine has a GPU that takes Metal kernels")
     assert metalcheck.main([]) == 1
-    assert "needs a Mac" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and "needs a Mac" in printed.err
 
 
 @needs_emulator

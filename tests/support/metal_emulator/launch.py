@@ -64,6 +64,8 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
+    """One broken rule, and the line of the kernel that broke it."""
+
     kind: str
     message: str
     line: int  # in the kernel body; 0: unknown
@@ -75,8 +77,11 @@ class Fault:
 
 @dataclass
 class Report:
-    """What a launch did. buffers: name -> counters in bytes; group_read counts each byte once per threadgroup, read
-    once per launch, load_bytes at every access."""
+    """Faults and counters of a launch.
+
+    buffers: name -> counters in bytes. group_read counts each byte once in a threadgroup, read once in the launch,
+    load_bytes at every access.
+    """
 
     call: object
     errors: list[Fault] = field(default_factory=list)
@@ -86,9 +91,10 @@ class Report:
 
 
 def emulate(call, order: int = 0, checked: bool = True, step_limit: int = 10**10) -> tuple[list[mx.array], Report]:
-    """Run a launch; returns its outputs and the report. order: 0 threads ascending, 1 descending, n > 1 shuffled.
+    """Run a launch. Returns its outputs and the report.
 
-    Errors are reported, not raised. With checked=False only the result is computed, several times faster.
+    order: of the threads: 0 ascending, 1 descending, n > 1 shuffled with that seed. Faults are reported, not raised.
+    With checked=False only the result is computed, several times faster.
     """
     if np.prod(call.threadgroup) > 1024:
         raise ValueError(f"a threadgroup has at most 1024 threads, this one has {np.prod(call.threadgroup)}")

@@ -1,4 +1,4 @@
-"""The kernel signature MLX generates around a body, and what stands behind each of its arguments here."""
+"""The kernel signature that MLX generates around a body, and the value that the emulator gives each argument."""
 
 import mlx.core as mx
 
@@ -23,13 +23,13 @@ METADATA = {"_shape": "int*", "_strides": "int64_t*", "_ndim": "int&"}
 
 
 def c_type(dtype: mx.Dtype) -> str:
-    """How MLX spells a dtype in Metal."""
+    """Spell a dtype as MLX does in Metal."""
     name = str(dtype).rsplit(".", 1)[-1].rstrip("_")
     return {"float32": "float", "bool": "bool"}.get(name, name + "_t")
 
 
 def template_arguments(template: dict) -> list[tuple[str, str, str]]:
-    """(kind, name, value) of each template parameter, as MLX writes them."""
+    """Return (kind, name, value) of each template parameter, as MLX writes them."""
 
     def one(name, value):
         if isinstance(value, mx.Dtype):
@@ -40,12 +40,12 @@ def template_arguments(template: dict) -> list[tuple[str, str, str]]:
 
 
 def used_metadata(call, name: str) -> list[str]:
-    """The suffixes (_shape, _strides, _ndim) of an input that the body mentions: only those are passed."""
+    """Return the suffixes (_shape, _strides, _ndim) of an input that the body mentions: only those are passed."""
     return [s for s in METADATA if call.inputs[name].ndim and name + s in call.source]
 
 
 def signature(call) -> tuple[str, str]:
-    """MLX's generated text up to the kernel body, and the kernel's mangled name."""
+    """Return MLX's generated text up to the kernel body, and the kernel's mangled name."""
     params = template_arguments(call.template)
     function = f"custom_kernel_{call.name}"
     if params:
