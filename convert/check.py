@@ -9,7 +9,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_dflash.checkpoints.drafts import build_draft, load_draft, read_draft, unpacked
+from mlx_dflash.checkpoints.drafts import build_draft, load_draft, read_draft
+from mlx_dflash.checkpoints.packing import unpacked
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.files.gguf import GGUFFile
 

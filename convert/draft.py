@@ -12,7 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
-from mlx_dflash.checkpoints.drafts import build_draft, read_draft, unpacked
+from mlx_dflash.checkpoints.drafts import build_draft, read_draft
+from mlx_dflash.checkpoints.packing import unpacked
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.files.folders import new_folder, refuse_existing
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mlx_dflash.checkpoints.vocabulary import frequent
+from mlx_dflash.demo import local_target
 
 
 def frequent_tokens(tokenizer: Any, size: int, vocab_size: int, text: str | None = None) -> list[int]:
@@ -25,13 +26,7 @@ def target_tokenizer(target: str) -> Any:
     from mlx_lm.tokenizer_utils import load as load_tokenizer
     from mlx_lm.utils import _download
 
-    from mlx_dflash.files.hub import local_path
-
-    if target == "demo":
-        from mlx_dflash.demo import target_path
-
-        return load_tokenizer(target_path())
-    path = local_path(target)
+    path = local_target(target)
     return load_tokenizer(
         path or Path(_download(target, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]))
     )

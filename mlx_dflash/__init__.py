@@ -20,7 +20,8 @@ load_blas()
 if TYPE_CHECKING:
     from .api import generate, open_session, stream_generate
     from .caches.saved import load_prompt_cache, make_prompt_cache, save_prompt_cache
-    from .checkpoints.drafts import load, load_draft
+    from .checkpoints.drafts import load_draft
+    from .checkpoints.targets import load
     from .grammars import Grammars
     from .pair import Pair
     from .session import Session
@@ -32,7 +33,7 @@ _HOME = {
     "Pair": "pair",
     "Session": "session",
     "generate": "api",
-    "load": "checkpoints.drafts",
+    "load": "checkpoints.targets",
     "load_draft": "checkpoints.drafts",
     "load_prompt_cache": "caches.saved",
     "make_prompt_cache": "caches.saved",

@@ -15,10 +15,12 @@ import mlx.core as mx
 
 from .checkpoints.known_pairs import NO_DRAFT, find_draft
 from .checkpoints.layouts import tap_numbering, zlab_layout
+from .checkpoints.packing import is_unpacked_here
 from .commands.errors import Parser, run_command
 from .commands.machine import Machine, this_machine
+from .demo import DEMO, local_draft, local_target
 from .draft.config import DraftConfig
-from .files.hub import draft_folder, local_path
+from .files.hub import draft_folder
 from .files.safetensors import is_draft_config, read_config
 from .models.structure import Structure, check_layer_ids
 from .pair import mismatches
@@ -90,7 +92,7 @@ class ExaminedDraft:
     def num_bytes(self) -> int | None:
         """Bytes in memory once it is loaded: on the CPU a quantized draft is unpacked to 32 bits a weight."""
         quantization, num_bytes = self.config.quantization, self.source.num_bytes
-        if num_bytes is None or not quantization or mx.default_device().type != mx.DeviceType.cpu:
+        if num_bytes is None or not quantization or not is_unpacked_here():
             return num_bytes
         return num_bytes * 32 // quantization["bits"]
 
@@ -129,7 +131,7 @@ def examine(model: str | None, draft_model: str | None) -> Report:
     report, machine = Report(), this_machine()
     _describe_machine(report, machine)
     if model is None and draft_model in (None, NO_DRAFT):
-        model = "demo"
+        model = DEMO
     target = _examine_target(report, model) if model else None
     draft_name = draft_model or (_public_draft(report, model, target) if model else None)
     draft = _examine_draft(report, draft_name) if draft_name and draft_name != NO_DRAFT else None
@@ -313,7 +315,7 @@ def _source(name: str, is_draft: bool) -> Source:
 
     Raises ValueError or OSError if there is none.
     """
-    path = _demo_path(is_draft) if name == "demo" else local_path(name)
+    path = local_draft(name) if is_draft else local_target(name)
     if path is None:
         return _hub_source(name)
     if path.is_file() or not (path / "config.json").is_file() and list(path.glob("*.gguf")):
@@ -345,12 +347,6 @@ def _hub_source(name: str) -> Source:
         return Source(name, None, read_config(Path(config).parent), None)
     sizes = [file.size for file in files if file.rfilename.endswith(".safetensors") and file.size]
     return Source(name, None, read_config(Path(config).parent), sum(sizes) or None)
-
-
-def _demo_path(is_draft: bool) -> Path:
-    from . import demo
-
-    return demo.draft_path() if is_draft else demo.target_path()
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

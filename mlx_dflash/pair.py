@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checkpoints.drafts import load, load_draft
+from .checkpoints.drafts import load_draft
 from .checkpoints.known_pairs import NO_DRAFT, find_draft
+from .checkpoints.targets import load
 from .dice import Dice
 from .draft.config import DraftConfig
 from .draft.model import DraftModel

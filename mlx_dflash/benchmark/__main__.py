@@ -11,6 +11,7 @@ from typing import Any
 from ..checkpoints.known_pairs import NO_DRAFT
 from ..commands.errors import Parser, run_command
 from ..commands.flags import block_size
+from ..demo import DEMO
 from .constructed import SHAPES
 from .figure import check_plot, plot
 from .measure import PLAIN, differences, make_arms, measure
@@ -60,7 +61,7 @@ def make_parser() -> Parser:
 def _add_pair_flags(add: Any) -> None:
     add(
         "--model",
-        default="demo",
+        default=DEMO,
         help="target: a folder or a repository of the Hugging Face hub (default: the demo pair's)",
     )
     add(
@@ -127,7 +128,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if args.temp < 0:
         raise ValueError(f"--temp must not be negative, got {args.temp}")
-    if args.constructed is not None and (args.model != "demo" or args.draft_model or args.prompts):
+    if args.constructed is not None and (args.model != DEMO or args.draft_model or args.prompts):
         raise ValueError(
             "--constructed builds its own pair and prompts; give it without --model, --draft-model and --prompts"
         )

@@ -13,6 +13,7 @@ from ..checkpoints.known_pairs import NO_DRAFT, find_draft
 from ..commands.errors import user_errors
 from ..commands.flags import add_model_flags, block_options
 from ..commands.loading import load_pair
+from ..demo import DEMO
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _conversation(args: argparse.Namespace) -> "Conversation":
 
 def _pair_names(args: argparse.Namespace) -> dict[str, str]:
     """Name the pair as a file of caches records it; a draft that is found by the target's name has its own."""
-    model = args.model or "demo"
+    model = args.model or DEMO
     return {"model": model, "draft": args.draft_model or find_draft(model) or NO_DRAFT}
 
 

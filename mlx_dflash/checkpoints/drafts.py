@@ -1,7 +1,7 @@
-"""Checkpoints in: targets through mlx-lm, and DFlash drafts in every published layout.
+"""DFlash drafts in every published layout: find, read and build.
 
 One path for all drafts: config.json and tensors, each translated to z-lab's names, then checked against the model
-that the configuration describes. Knows nothing of generation.
+that the configuration describes. Knows nothing of targets and of generation.
 """
 
 from pathlib import Path
@@ -11,77 +11,36 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..demo import local_draft
 from ..draft.config import DraftConfig
 from ..draft.model import DraftModel
 from ..files import safetensors as checkpoint
 from ..files.gguf import GGUFFile
-from ..files.hub import download_draft, draft_folder, local_path
+from ..files.hub import download_draft, draft_folder
 from ..kernels import Kernels
 from ..kernels.record import Record, default_path
 from ..models.evaluation import evaluate
 from .gguf import gguf_draft_config, gguf_draft_tensors, is_gguf_draft
 from .layouts import zlab_layout
 from .names import plain_names
-
-
-def load(
-    path_or_hf_repo: str,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
-    lazy: bool = False,
-    return_config: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-):
-    """Load a target and its tokenizer, as mlx_lm.load does; "demo" is the target of the demo pair.
-
-    path_or_hf_repo: a local folder or a repository of the Hugging Face hub. Returns (model, tokenizer) or, with
-    return_config, (model, tokenizer, config). Raises ValueError for a DFlash draft, FileNotFoundError for no folder.
-    """
-    import mlx_lm
-
-    path = _demo("target_path") if path_or_hf_repo == "demo" else local_path(path_or_hf_repo)
-    if path is not None and path.is_file():
-        raise ValueError(
-            f"{path} is a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER"
-        )
-    if path is not None and checkpoint.is_draft_config(checkpoint.read_config(path)):
-        raise ValueError(
-            f"{path} holds a DFlash draft, not a target; load it with load_draft, or pass it as --draft-model"
-        )
-    model, tokenizer, config = mlx_lm.load(
-        str(path or path_or_hf_repo),
-        tokenizer_config=tokenizer_config,
-        model_config=model_config,
-        adapter_path=adapter_path,
-        lazy=lazy,
-        return_config=True,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    if path_or_hf_repo == "demo":
-        model = _fit_to_device(model)
-    if not lazy:
-        evaluate(model)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+from .packing import fit_to_device
 
 
 def load_draft(
     path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision: str | None = None, kernels: str = "auto"
 ) -> DraftModel:
-    """Load a DFlash draft from a folder or hub repository as published, or as converted; "demo" is the demo pair's.
+    """Load a DFlash draft, published or converted, from a folder or hub repository; "demo" is the demo pair's.
 
     dtype: element type of weights and activations, None for the checkpoint's own. On the CPU, where MLX has no fast
-    quantized products, a quantized draft is unpacked, to float32 unless dtype says otherwise. kernels: "auto" uses our Metal
-    kernels, for the draft and for its target's verify, where they passed their self-check on this machine and are
-    faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
+    quantized products, a quantized draft is unpacked, to float32 unless dtype says otherwise.
+    kernels: "auto" uses our Metal kernels, for the draft and for its target's verify, where they passed their self-check
+    on this machine and are faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
     """
-    path = local_draft(path_or_hf_repo, revision)
+    path = fetch_draft(path_or_hf_repo, revision)
     draft = build_draft(*read_draft(path), path, Kernels(kernels, Record(default_path())))
     if draft.config.quantization:
-        draft = _fit_to_device(draft)
+        draft = fit_to_device(draft)
     if dtype is not None:
         draft.set_dtype(dtype)
     evaluate(draft)
@@ -89,11 +48,9 @@ def load_draft(
     return draft
 
 
-def local_draft(path_or_hf_repo: str, revision: str | None = None) -> Path:
+def fetch_draft(path_or_hf_repo: str, revision: str | None = None) -> Path:
     """Return where a draft's files are on this machine, downloaded if need be."""
-    if path_or_hf_repo == "demo":
-        return _demo("draft_path")
-    return local_path(path_or_hf_repo) or download_draft(path_or_hf_repo, revision)
+    return local_draft(path_or_hf_repo) or download_draft(path_or_hf_repo, revision)
 
 
 def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
@@ -140,31 +97,6 @@ def build_draft(
     _check_token_ids(draft, path)
     draft.eval()
     return draft
-
-
-def _fit_to_device(model: nn.Module) -> nn.Module:
-    """Return a quantized model as it is on a GPU, unpacked to float32 on the CPU."""
-    if mx.default_device().type != mx.DeviceType.cpu:
-        return model
-    model = unpacked(model)
-    mx.eval(model.parameters())
-    return model
-
-
-def unpacked(model: nn.Module) -> nn.Module:
-    """Return a model in float32, with the matrices that its quantized ones stand for."""
-    from mlx_lm.utils import dequantize_model
-
-    model.set_dtype(mx.float32)  # first the scales: the products must not round to their type
-    model = dequantize_model(model)
-    model.set_dtype(mx.float32)  # matrices whose scales are no floats come out in bfloat16
-    return model
-
-
-def _demo(part: str) -> Path:
-    from .. import demo
-
-    return getattr(demo, part)()
 
 
 def _add_mask(path: Path, config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
@@ -216,7 +148,8 @@ def _check_token_ids(draft: DraftModel, path: Path) -> None:
     if "d2t" not in draft:
         if config.draft_vocab_size != config.vocab_size:
             raise ValueError(
-                f"{path} has a head of {config.draft_vocab_size} of {config.vocab_size} tokens but no d2t, which says which"
+                f"{path} has a head of {config.draft_vocab_size} of {config.vocab_size} tokens but no d2t, which says "
+                "which ones"
             )
         return
     if mx.issubdtype(draft.d2t.dtype, mx.floating):
@@ -251,7 +184,8 @@ def _check_weights(draft: DraftModel, weights: dict[str, mx.array], path: Path) 
         raise ValueError(f"{path} lacks {len(missing)} tensors of a DFlash draft, among them {', '.join(missing[:5])}")
     if unknown:
         raise ValueError(
-            f"{path} holds {len(unknown)} tensors that are not part of a DFlash draft, among them {', '.join(unknown[:5])}"
+            f"{path} holds {len(unknown)} tensors that are not part of a DFlash draft, among them "
+            f"{', '.join(unknown[:5])}"
         )
     for name, parameter in expected.items():
         if weights[name].shape != parameter.shape:

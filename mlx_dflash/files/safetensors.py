@@ -39,7 +39,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def is_draft_config(config: dict[str, Any]) -> bool:
-    """Say whether config.json describes a draft: one of DFlash, or of a relative, which the draft loader refuses by name."""
+    """Say whether config.json describes a draft, of DFlash or of a relative, which the draft loader refuses by name."""
     named = "".join(map(str, config.get("architectures") or [])).lower()
     return any(word in named for word in _RELATIVES) or "dflash_config" in config or "speculators_model_type" in config
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..caches.saved import make_prompt_cache
 from ..commands.loading import load_pair
+from ..demo import DEMO
 from ..grammars import Grammars
 from ..models.context_length import context_length
 from ..models.structure import Structure
@@ -20,7 +21,7 @@ class Provider:
     """
 
     def __init__(self, flags: argparse.Namespace):
-        self.flags, self.name = flags, flags.model or "demo"
+        self.flags, self.name = flags, flags.model or DEMO
 
     def load(self) -> None:
         """Load the pair, in the thread that will generate. Raises ValueError if the two do not belong together."""

@@ -12,7 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoints.drafts import build_draft, load, local_draft, read_draft, unpacked
+from ..checkpoints.drafts import build_draft, fetch_draft, read_draft
+from ..checkpoints.packing import unpacked
+from ..checkpoints.targets import load
 from ..checkpoints.vocabulary import frequent
 from ..draft.model import DraftModel
 from ..models.structure import Structure
@@ -112,7 +114,7 @@ class Fit:
         return config, build_draft(config, weights, Path(options.init_draft or options.out)), origin
 
     def _given_draft(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        path = local_draft(self.options.init_draft)
+        path = fetch_draft(self.options.init_draft)
         config, weights = read_draft(path)
         draft = build_draft(config, weights, path)
         if draft.config.version != 1:

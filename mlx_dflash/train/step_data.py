@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write what is missing in the file."""
-    from ..checkpoints.drafts import load
+    from ..checkpoints.targets import load
     from ..models.structure import Structure
 
     _check(args)

@@ -27,7 +27,8 @@ from convert.__main__ import main
 from convert.draft import Changes, Quantization
 from convert.vocabulary import frequent_tokens
 from mlx_dflash import load_draft
-from mlx_dflash.checkpoints.drafts import build_draft, read_draft, unpacked
+from mlx_dflash.checkpoints.drafts import build_draft, read_draft
+from mlx_dflash.checkpoints.packing import unpacked
 
 SLIDING = "sliding_attention"
 

@@ -1,0 +1,51 @@
+"""Targets through mlx-lm: what is no target is refused by name. Knows nothing of how a target is used."""
+
+from typing import Any
+
+from ..demo import DEMO, local_target
+from ..files.safetensors import is_draft_config, read_config
+from ..models.evaluation import evaluate
+from .packing import fit_to_device
+
+
+def load(
+    path_or_hf_repo: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+):
+    """Load a target and its tokenizer, as mlx_lm.load does; "demo" is the target of the demo pair.
+
+    path_or_hf_repo: a local folder or a repository of the Hugging Face hub. Returns (model, tokenizer) or, with
+    return_config, (model, tokenizer, config). Raises ValueError for a DFlash draft, FileNotFoundError for no folder.
+    """
+    import mlx_lm
+
+    path = local_target(path_or_hf_repo)
+    if path is not None and path.is_file():
+        raise ValueError(
+            f"{path} is a GGUF file; convert it first: python -m mlx_dflash.convert --hf-path {path} --mlx-path FOLDER"
+        )
+    if path is not None and is_draft_config(read_config(path)):
+        raise ValueError(
+            f"{path} holds a DFlash draft, not a target; load it with load_draft, or pass it as --draft-model"
+        )
+    model, tokenizer, config = mlx_lm.load(
+        str(path or path_or_hf_repo),
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        return_config=True,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if path_or_hf_repo == DEMO:
+        model = fit_to_device(model)
+    if not lazy:
+        evaluate(model)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
