@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_dflash.checkpoints.gguf import ARCHITECTURES
 from mlx_dflash.commands.errors import user_errors
 from mlx_dflash.files.gguf import gguf_architecture
-from mlx_dflash.files.hub import download_draft, draft_folder, from_hub, local_path
+from mlx_dflash.files.hub import download_draft, draft_folder, file_inside, from_hub, local_path
 from mlx_dflash.files.safetensors import is_draft_config, read_config
 
 from . import convert_draft, convert_gguf, convert_target
@@ -95,11 +95,9 @@ def kind_of(source: str, revision: str | None) -> str:
         from huggingface_hub import hf_hub_download
 
         path = Path(from_hub(source, lambda: hf_hub_download(source, "config.json", revision=revision))).parent
+    path = file_inside(path)
     if path.is_file():
         return "draft" if gguf_architecture(path) in ARCHITECTURES else "GGUF target"
-    gguf_files = list(path.glob("*.gguf"))
-    if not (path / "config.json").is_file() and len(gguf_files) == 1:
-        return kind_of(str(gguf_files[0]), revision)
     return "draft" if is_draft_config(read_config(draft_folder(path))) else "target"
 
 
@@ -137,22 +135,23 @@ def reduced_vocabulary(options: argparse.Namespace, source: Path) -> list[int] |
     if options.target is None:
         raise ValueError("--draft-vocab needs --target, whose tokenizer says which tokens are special")
     from mlx_dflash.checkpoints.drafts import read_draft
+    from mlx_dflash.checkpoints.targets import load_tokenizer
+    from mlx_dflash.checkpoints.vocabulary import frequent_tokens
     from mlx_dflash.draft.config import DraftConfig
-
-    from .vocabulary import frequent_tokens, target_tokenizer
 
     text = Path(options.draft_vocab_text).read_text(encoding="utf-8") if options.draft_vocab_text else None
     vocab_size = DraftConfig.from_dict(read_draft(source)[0]).vocab_size
-    return frequent_tokens(target_tokenizer(options.target), options.draft_vocab, vocab_size, text)
+    return frequent_tokens(load_tokenizer(options.target), options.draft_vocab, vocab_size, text)
 
 
 def run_gguf(options: argparse.Namespace, quantization: None) -> Path:
     """Convert a GGUF target."""
-    folder = convert_gguf(options.hf_path, options.mlx_path, options.dtype)
+    source = file_inside(local_path(options.hf_path))
+    folder = convert_gguf(source, options.mlx_path, options.dtype)
     if options.check:
         from .check import check_gguf
 
-        report(check_gguf(folder, Path(options.hf_path)))
+        report(check_gguf(folder, source))
     return folder
 
 

@@ -1,20 +1,21 @@
 """The model card of a conversion: where the weights come from and what was made of them. Knows text only."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
 
 import mlx_dflash
-from mlx_dflash.files.card import card
+from mlx_dflash.files.card import Card
 
 
-def write_card(folder: Path, name: str, origin: str, facts: dict[str, str]) -> None:
-    """Write README.md. origin: path, or OWNER/NAME@REVISION of the hub. facts: lines of its table."""
+def conversion_card(name: str, origin: str, facts: Mapping[str, str] = {}) -> Card:
+    """Return the card of a folder. origin: path, or OWNER/NAME@REVISION of the hub. facts: lines of its table."""
     repo = origin.partition("@")[0]
-    text = f"Converted from {origin} with mlx_dflash {mlx_dflash.__version__} (mlx {mx.__version__}). The license is the source's."
+    made = f"Converted from {origin} with mlx_dflash {mlx_dflash.__version__} (mlx {mx.__version__})."
     base_model = repo if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) else None
-    (folder / "README.md").write_text(card(name, text, facts, base_model), encoding="utf-8")
+    return Card(name, f"{made} The license is the source's.", facts, base_model)
 
 
 def origin_of(source: str, folder: Path) -> str:

@@ -18,7 +18,11 @@ NUM_TOKENS = 24
 
 
 class Comparison(NamedTuple):
-    """Two arrays of logits or hidden rows: largest difference, relative difference (RMS), share of equal best entries."""
+    """How two arrays of logits or hidden rows differ.
+
+    largest: of all differences. relative: RMS of the differences, over that of the source. agreement: share of rows
+    whose best entry is the same.
+    """
 
     largest: float
     relative: float
@@ -27,7 +31,10 @@ class Comparison(NamedTuple):
     def __str__(self) -> str:
         if self.largest == 0:
             return "the same as the source, bit for bit"
-        return f"largest difference {self.largest:.3g}, relative {self.relative:.3g} (RMS), same best entry in {self.agreement:.0%} of rows"
+        return (
+            f"largest difference {self.largest:.3g}, relative {self.relative:.3g} (RMS), "
+            f"same best entry in {self.agreement:.0%} of rows"
+        )
 
 
 def compare(ours: mx.array, source: mx.array) -> Comparison:

@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from mlx_dflash.checkpoints.drafts import build_draft, read_draft
 from mlx_dflash.checkpoints.packing import unpacked
+from mlx_dflash.checkpoints.writing import write_draft
 from mlx_dflash.draft.model import DraftModel
 from mlx_dflash.files.folders import new_folder, refuse_existing
+from mlx_dflash.files.safetensors import cast
 
-from .card import write_card
-from .output import cast, write_config, write_weights
+from .card import conversion_card
 
 
 class Quantization(NamedTuple):
@@ -34,7 +35,7 @@ class Quantization(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What shall differ from the source.
+    """What should differ from the source.
 
     dtype: "float16", "bfloat16" or "float32" for everything that is not packed; None keeps each tensor's own.
     token_ids: ascending ids of the tokens that a reduced head has; None keeps the head.
@@ -46,10 +47,13 @@ class Changes(NamedTuple):
     token_ids: Sequence[int] | None = None
 
 
+UNCHANGED = Changes()
+
+
 def convert_draft(
     source: str | Path,
     mlx_path: str | Path,
-    changes: Changes = Changes(),
+    changes: Changes = UNCHANGED,
     origin: str | None = None,
     progress: bool | None = None,
 ) -> Path:
@@ -67,7 +71,6 @@ def convert_draft(
         draft, config = _dequantized(draft, config, keeps_float32=changes.dtype is not None)
     if changes.dtype:
         _cast(draft, changes.dtype)
-        config = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": changes.dtype}
     if changes.token_ids is not None:
         config = _reduce_head(draft, config, changes.token_ids)
     if changes.quantization:
@@ -76,34 +79,9 @@ def convert_draft(
         tensors = dict(tree_flatten(draft.parameters()))
         for name in tqdm(tensors, desc="Convert", disable=None if progress is None else not progress):
             mx.eval(tensors[name])
-        write_weights(folder, tensors)
-        write_config(folder, config)
-        write_card(folder, Path(mlx_path).name, origin or str(source), draft_facts(draft, config))
+        write_draft(folder, draft, config, conversion_card(Path(mlx_path).name, origin or str(source)))
         mx.eval(build_draft(*read_draft(folder), folder).parameters())
     return Path(mlx_path)
-
-
-def draft_facts(draft: DraftModel, config: dict[str, Any]) -> dict[str, str]:
-    """What a model card says about a draft: name -> value."""
-    shape, packing = draft.config, config.get("quantization")
-    facts = {
-        "kind": f"DFlash {shape.version} draft",
-        "layers, hidden size": f"{shape.num_layers}, {shape.hidden_size}",
-        "heads, KV heads, head size": f"{shape.num_heads}, {shape.num_kv_heads}, {shape.head_dim}",
-        "block size": f"{shape.block_size} ({shape.num_drafts} drafts)",
-        "tap layers of the target": ", ".join(map(str, shape.target_layer_ids)),
-        "mask token": f"{shape.mask_token_id} of {shape.vocab_size}",
-        "head": _head_in_words(draft),
-        "weights": f"{packing['bits']} bits, groups of {packing['group_size']}, {packing.get('mode', 'affine')}"
-        if packing
-        else "not quantized",
-    }
-    return facts
-
-
-def _head_in_words(draft: DraftModel) -> str:
-    owner = "its own" if "lm_head" in draft else "the target's"
-    return f"{owner}, {draft.d2t.size} tokens" if "d2t" in draft else f"{owner}, every token"
 
 
 def _dequantized(draft: DraftModel, config: dict[str, Any], keeps_float32: bool) -> tuple[DraftModel, dict[str, Any]]:

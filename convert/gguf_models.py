@@ -1,7 +1,9 @@
 """GGUF targets of the common families: their tensors under mlx-lm's names and their metadata as config.json.
 
-Works on a GGUFFile; knows neither tokenizer nor folders. Quantized words, scales and biases are moved, never recomputed.
-Source: the GGUF specification; row order of Llama's q and k, and Gemma's norms: llama.cpp's convert_hf_to_gguf.py.
+Works on a GGUFFile; knows neither tokenizer nor folders. Quantized words, scales and biases move, and are not computed
+anew.
+Source: the GGUF specification; for the row order of Llama's q and k, and for Gemma's norms, llama.cpp's
+convert_hf_to_gguf.py.
 """
 
 import re
@@ -10,21 +12,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_dflash.files.gguf import GROUP_SIZE, GGUFFile
+from mlx_dflash.checkpoints.gguf_keys import LAYER_MODULES, num_kv_heads, quantization, rope_scaling
+from mlx_dflash.files.gguf import GGUFFile
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _SANDWICH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -51,8 +42,8 @@ FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM", has_llama_rows=True),
     "mistral": Family("llama", "LlamaForCausalLM", has_llama_rows=True),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", _QK_NORMS),
-    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _QK_NORMS | _SANDWICH_NORMS, norm_offset=1.0),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _SANDWICH_NORMS, norm_offset=1.0),
     "phi3": Family("phi3", "Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
 }
 ROPE_FACTORS = "rope_freqs.weight"
@@ -80,10 +71,7 @@ def model_config(gguf: GGUFFile) -> dict:
     rotated = gguf.value(f"{prefix}.rope.dimension_count", head_dim)
     if rotated != head_dim and family.model_type != "phi3":
         raise ValueError(f"{gguf.path.name} rotates {rotated} of {head_dim} channels; can convert full RoPE only")
-    num_kv_heads = gguf.value(f"{prefix}.attention.head_count_kv", num_heads)
-    if isinstance(num_kv_heads, list):
-        raise ValueError(f"{gguf.path.name} has KV heads that differ by layer; can convert one number for all")
-    quantization = _quantization(gguf)
+    bits = {mlx_name(name, family).removesuffix(".weight"): b for name, b in gguf.quantized_bits.items()}
     return (
         {
             "architectures": [family.architectures],
@@ -93,7 +81,7 @@ def model_config(gguf: GGUFFile) -> dict:
             "intermediate_size": gguf.value(f"{prefix}.feed_forward_length"),
             "num_hidden_layers": gguf.value(f"{prefix}.block_count"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads,
+            "num_key_value_heads": num_kv_heads(gguf, f"{prefix}."),
             "head_dim": head_dim,
             "rms_norm_eps": gguf.value(f"{prefix}.attention.layer_norm_rms_epsilon"),
             "vocab_size": gguf.entry("token_embd.weight").shape[0],
@@ -105,12 +93,12 @@ def model_config(gguf: GGUFFile) -> dict:
             "tie_word_embeddings": "output.weight" not in gguf.directory,
         }
         | _more_config(gguf, family, prefix, head_dim)
-        | ({"quantization": quantization} if quantization else {})
+        | quantization(bits)
     )
 
 
 def _more_config(gguf: GGUFFile, family: Family, prefix: str, head_dim: int) -> dict:
-    """Keys that one family has beside Llama's."""
+    """Return the keys that one family has in addition to Llama's."""
     if family.model_type == "phi3":
         rotated = gguf.value(f"{prefix}.rope.dimension_count", head_dim)
         original = gguf.value(f"{prefix}.rope.scaling.original_context_length", gguf.value(f"{prefix}.context_length"))
@@ -162,7 +150,7 @@ def mlx_name(name: str, family: Family) -> str:
     if module in TOP_NAMES:
         return f"{TOP_NAMES[module]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
-    names = LAYER_NAMES | family.names
+    names = LAYER_MODULES | family.names
     if not match or match[2] not in names:
         raise ValueError(f"{family.model_type} has no tensor {name!r}; nothing was converted")
     return f"model.layers.{match[1]}.{names[match[2]]}.{kind}"
@@ -177,38 +165,23 @@ def half_split_rows(tensor: mx.array, num_heads: int) -> mx.array:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _quantization(gguf: GGUFFile) -> dict | None:
-    """The quantization entry: the commonest bits for all, an entry of its own for every matrix that differs."""
-    bits, family = gguf.quantized_bits, family_of(gguf)
-    if not bits:
-        return None
-    counts = list(bits.values())
-    default = max(sorted(set(counts)), key=counts.count)
-    differing = {
-        mlx_name(name, family).removesuffix(".weight"): {"group_size": GROUP_SIZE, "bits": b, "mode": "affine"}
-        for name, b in bits.items()
-        if b != default
-    }
-    return {"group_size": GROUP_SIZE, "bits": default, "mode": "affine"} | differing
-
-
 def _rope_scaling(gguf: GGUFFile, prefix: str) -> dict | None:
-    kind = gguf.value(f"{prefix}.rope.scaling.type", "none")
     if ROPE_FACTORS in gguf.directory:
         return _llama3_scaling(gguf, prefix)
     if LONG_ROPE_FACTORS[0] in gguf.directory:
         long, short = (gguf.tensors[name].astype(mx.float32).tolist() for name in LONG_ROPE_FACTORS)
         return {"type": "longrope", "rope_type": "longrope", "long_factor": long, "short_factor": short}
-    if kind == "none":
+    scaling = rope_scaling(gguf, f"{prefix}.")
+    if scaling is None:
         return None
+    kind = scaling["rope_type"]
     if kind not in ("linear", "yarn"):
         raise ValueError(
             f"{gguf.path.name} scales RoPE by {kind!r}; can convert none, linear, yarn and Llama 3's factors"
         )
-    scaling = {"type": kind, "rope_type": kind, "factor": gguf.value(f"{prefix}.rope.scaling.factor")}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = gguf.value(f"{prefix}.rope.scaling.original_context_length")
-    return scaling
+        gguf.value(f"{prefix}.rope.scaling.original_context_length")  # mlx-lm would take a default for it
+    return {"type": kind, **scaling}
 
 
 def _llama3_scaling(gguf: GGUFFile, prefix: str) -> dict:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mlx_dflash.files.card import weights_in_words
 from mlx_dflash.files.folders import new_folder, refuse_existing
 from mlx_dflash.files.gguf import GGUFFile
+from mlx_dflash.files.safetensors import cast, write_config, write_json, write_tensors
 
-from .card import write_card
+from .card import conversion_card
 from .gguf_models import model_config, model_weights
-from .output import cast, write_config, write_json, write_weights
 
 EXACT_DTYPES = {"Q4_0": "float16", "Q4_1": "float16", "Q8_0": "float16", "F16": "float16", "BF16": "bfloat16"}
 
@@ -38,9 +39,9 @@ def convert_gguf(
         steps.set_description("Write weights")
         dtype = dtype or EXACT_DTYPES.get(gguf.entry("token_embd.weight").type, "float32")
         weights = {name: cast(name, w, dtype) for name, w in model_weights(gguf, config).items()}
-        write_weights(folder, weights)
+        write_tensors(folder, weights)
         write_config(folder, config | {"dtype": dtype, "torch_dtype": dtype})
-        write_card(folder, Path(mlx_path).name, str(gguf_path), _facts(gguf, config))
+        conversion_card(Path(mlx_path).name, str(gguf_path), _facts(gguf, config)).write(folder)
         steps.update()
         steps.set_description("Check")
         _check_loads(folder, gguf)
@@ -49,13 +50,13 @@ def convert_gguf(
 
 
 def _facts(gguf: GGUFFile, config: dict) -> dict[str, str]:
-    """What the model card says: name -> value."""
+    """Return what the model card says: name -> value."""
     types = sorted({entry.type for entry in gguf.directory.values()})
-    packing = config.get("quantization")
-    weights = (
-        f"{packing['bits']} bits, groups of {packing['group_size']}, as in the file" if packing else "not quantized"
-    )
-    return {"model type": config["model_type"], "types in the file": ", ".join(types), "weights": weights}
+    return {
+        "model type": config["model_type"],
+        "types in the file": ", ".join(types),
+        "weights": weights_in_words(config),
+    }
 
 
 def _write_tokenizer(gguf: GGUFFile, folder: Path) -> dict:

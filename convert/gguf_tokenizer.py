@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file as a Hugging Face tokenizer: byte-level BPE ("gpt2") and SentencePiece ("llama").
 
-Works on a GGUFFile's metadata (tokenizer.ggml.*); knows nothing of weights. The pieces come from the tokenizers library.
+Works on a GGUFFile's metadata (tokenizer.ggml.*); knows nothing of weights. Pieces: the tokenizers library.
 Source: the GGUF specification; pre-tokenizer names: llama.cpp's llama-vocab.cpp.
 """
 
@@ -107,7 +107,7 @@ def _sentencepiece(gguf: GGUFFile, vocab: dict[str, int]) -> Tokenizer:
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Every way to make a token from two others, the token of the best score first, as SentencePiece joins them."""
     merges = []
-    for token, i in sorted(vocab.items(), key=lambda item: -scores[item[1]]):
+    for token, _ in sorted(vocab.items(), key=lambda item: -scores[item[1]]):
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [(vocab[a], vocab[b], a, b) for a, b in cuts if a in vocab and b in vocab]
         merges += [(a, b) for _, _, a, b in sorted(pairs)]

@@ -16,7 +16,7 @@ from ..draft.config import DraftConfig
 from ..draft.model import DraftModel
 from ..files import safetensors as checkpoint
 from ..files.gguf import GGUFFile
-from ..files.hub import download_draft, draft_folder
+from ..files.hub import download_draft, draft_folder, file_inside
 from ..kernels import Kernels
 from ..kernels.record import Record, default_path
 from ..models.evaluation import evaluate
@@ -29,12 +29,13 @@ from .packing import fit_to_device
 def load_draft(
     path_or_hf_repo: str, *, dtype: mx.Dtype | None = None, revision: str | None = None, kernels: str = "auto"
 ) -> DraftModel:
-    """Load a DFlash draft, published or converted, from a folder or hub repository; "demo" is the demo pair's.
+    """Load a DFlash draft, published or converted, of a folder or hub repository; "demo" names the demo pair's.
 
     dtype: element type of weights and activations, None for the checkpoint's own. On the CPU, where MLX has no fast
     quantized products, a quantized draft is unpacked, to float32 unless dtype says otherwise.
-    kernels: "auto" uses our Metal kernels, for the draft and for its target's verify, where they passed their self-check
-    on this machine and are faster; "off" never; "force" unchecked; "check" compares each call with stock MLX.
+    kernels: "auto" uses our Metal kernels, for the draft and for its target's verify, where they passed their
+    self-check on this machine and are faster; "off" never; "force" unchecked; "check" compares each call with stock
+    MLX.
     Raises ValueError that names the key or tensor for anything missing, unknown or not supported.
     """
     path = fetch_draft(path_or_hf_repo, revision)
@@ -58,8 +59,7 @@ def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
 
     Raises ValueError or FileNotFoundError that name the file, key or tensor.
     """
-    if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.gguf"))) == 1:
-        path = files[0]
+    path = file_inside(path)
     if path.is_file():
         gguf = GGUFFile(path)
         if not is_gguf_draft(gguf):

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..draft.config import FULL, SLIDING
 from ..files.gguf import GROUP_SIZE, GGUFFile
+from .gguf_keys import num_kv_heads, quantization, rope_scaling
 from .names import plain_name
 
 ARCHITECTURES = ("dflash", "dflash-draft")
@@ -18,7 +19,6 @@ _SIZES = {
     "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "context_length": "max_position_embeddings",
@@ -51,8 +51,7 @@ def gguf_draft_config(gguf: GGUFFile) -> dict[str, Any]:
         raise ValueError(
             f"{gguf.path.name} has {prefix}target_layers = {taps}; expected numbers from 1 on, where layer l is l + 1"
         )
-    if isinstance(config.get("num_key_value_heads"), list):
-        raise ValueError(f"{gguf.path.name} has KV heads that differ by layer; expected one number for all")
+    config["num_key_value_heads"] = num_kv_heads(gguf, prefix)
     config["dflash_config"] = {
         "target_layer_ids": [i - 1 for i in taps],
         "mask_token_id": gguf.value("tokenizer.ggml.mask_token_id"),
@@ -74,9 +73,10 @@ def gguf_draft_config(gguf: GGUFFile) -> dict[str, Any]:
     config["target_hidden_size"] = fc[1] // len(taps)
     config |= {
         "layer_types": _layer_types(gguf, prefix, config["num_hidden_layers"]),
-        "rope_scaling": _rope_scaling(gguf, prefix),
+        "rope_scaling": rope_scaling(gguf, prefix),
     }
-    return config | _quantization(gguf)
+    bits = {plain_name(n).removesuffix(".weight"): b for n, b in gguf.quantized_bits.items() if _stays_quantized(n)}
+    return config | quantization(bits)
 
 
 def gguf_draft_tensors(gguf: GGUFFile) -> dict[str, mx.array]:
@@ -118,24 +118,3 @@ def _layer_types(gguf: GGUFFile, prefix: str, num_layers: int) -> list[str]:
             )
         return [SLIDING if slides else FULL for slides in pattern]
     return [FULL if pattern and (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
-
-
-def _rope_scaling(gguf: GGUFFile, prefix: str) -> dict[str, Any] | None:
-    kind = gguf.value(prefix + "rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    scaling = {"rope_type": kind, "factor": gguf.value(prefix + "rope.scaling.factor")}
-    if f"{prefix}rope.scaling.original_context_length" in gguf.metadata:
-        scaling["original_max_position_embeddings"] = gguf.value(prefix + "rope.scaling.original_context_length")
-    return scaling
-
-
-def _quantization(gguf: GGUFFile) -> dict[str, Any]:
-    """MLX's entry: the commonest bits for all, an entry of its own for every matrix that differs."""
-    bits = {plain_name(n).removesuffix(".weight"): b for n, b in gguf.quantized_bits.items() if _stays_quantized(n)}
-    if not bits:
-        return {}
-    counts = list(bits.values())
-    default = max(sorted(set(counts)), key=counts.count)
-    same = {"group_size": GROUP_SIZE, "mode": "affine"}
-    return {"quantization": same | {"bits": default} | {n: same | {"bits": b} for n, b in bits.items() if b != default}}

@@ -7,6 +7,8 @@ the reason; a name that means nothing here is left for the loader to complain ab
 import re
 from collections.abc import Iterable
 
+from .gguf_keys import LAYER_MODULES
+
 # Prefixes of exports, taken off the front.
 _PREFIXES = ("model.", "draft_model.", "dflash.")
 
@@ -32,20 +34,6 @@ _ALIASES = [
     (r"selector_hidden\.(\w+)", r"candidate_selector.hidden_projection.\1"),
     (r"d2t\.weight", "d2t"),
 ]
-_GGUF_MODULES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
 # Copies of what follows from the configuration, or of the target's own.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\..*|t2d|verifier_(lm_head|norm)\..*|rope_freqs\.weight")
 
@@ -84,7 +72,7 @@ def plain_name(name: str) -> str | None:
         if match := re.fullmatch(pattern, name):
             name = match.expand(new)
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name):
-        name = f"layers.{match[1]}.{_GGUF_MODULES.get(match[2], match[2])}.{match[3]}"
+        name = f"layers.{match[1]}.{LAYER_MODULES.get(match[2], match[2])}.{match[3]}"
     return name
 
 

@@ -1,11 +1,14 @@
 """Targets through mlx-lm: what is no target is refused by name. Knows nothing of how a target is used."""
 
+from pathlib import Path
 from typing import Any
 
 from ..demo import DEMO, local_target
 from ..files.safetensors import is_draft_config, read_config
 from ..models.evaluation import evaluate
 from .packing import fit_to_device
+
+_TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
 
 def load(
@@ -49,3 +52,14 @@ def load(
     if not lazy:
         evaluate(model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_tokenizer(path_or_hf_repo: str) -> Any:
+    """Load the tokenizer of a target alone: of a folder, a repository of the hub, or "demo"."""
+    from mlx_lm import tokenizer_utils
+    from mlx_lm.utils import _download
+
+    path = local_target(path_or_hf_repo)
+    if path is None:
+        path = Path(_download(path_or_hf_repo, allow_patterns=_TOKENIZER_FILES))
+    return tokenizer_utils.load(path)

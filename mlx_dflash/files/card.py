@@ -1,15 +1,33 @@
-"""The text of a model card. Knows text only."""
+"""The model card of a folder. Knows text only."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
-def card(title: str, text: str, facts: Mapping[str, Any], base_model: str | None = None) -> str:
-    """Return a README.md for the hub: what the hub needs to know, the text, and the facts as a table.
+class Card(NamedTuple):
+    """What README.md says: title, text, facts as lines of a table.
 
     base_model: OWNER/NAME of the model that this one was made of, or None.
     """
-    base = f"base_model: {base_model}\n" if base_model else ""
-    table = "".join(f"| {key} | {value} |\n" for key, value in facts.items())
-    head = f"---\nlibrary_name: mlx\n{base}tags: [mlx, dflash, speculative-decoding]\n---\n\n"
-    return f"{head}# {title}\n\n{text}\n\n| | |\n|---|---|\n{table}"
+
+    title: str
+    text: str
+    facts: Mapping[str, Any] = {}
+    base_model: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write README.md, with what the hub needs to know at its top."""
+        base = f"base_model: {self.base_model}\n" if self.base_model else ""
+        table = "".join(f"| {key} | {value} |\n" for key, value in self.facts.items())
+        head = f"---\nlibrary_name: mlx\n{base}tags: [mlx, dflash, speculative-decoding]\n---\n\n"
+        readme = f"{head}# {self.title}\n\n{self.text}\n\n| | |\n|---|---|\n{table}"
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+
+
+def weights_in_words(config: Mapping[str, Any]) -> str:
+    """Say how the weights of a config.json are packed."""
+    packing = config.get("quantization")
+    if not packing:
+        return "not quantized"
+    return f"{packing['bits']} bits, groups of {packing['group_size']}, {packing.get('mode', 'affine')}"

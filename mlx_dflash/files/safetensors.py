@@ -1,6 +1,6 @@
 """The files of a checkpoint: config.json, safetensors with or without an index, a learned mask embedding.
 
-Reads and checks files; knows what makes a folder a draft and nothing else of models.
+Reads, checks and writes files; knows what makes a folder a draft and nothing else of models.
 """
 
 import json
@@ -142,3 +142,60 @@ def find_token(folder: Path, token: str) -> int | None:
         vocabulary = (content.get("model") or {}).get("vocab")
         return added.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
     return None
+
+
+def write_tensors(folder: Path, tensors: dict[str, mx.array]) -> None:
+    """Write safetensors and their index, named and sharded as mlx-lm does it.
+
+    Raises ValueError if there are no tensors, OSError if the disk does not take them.
+    """
+    from mlx_lm.utils import make_shards
+
+    if not tensors:
+        raise ValueError("no tensor to write: the source holds no weights")
+    shards = make_shards(tensors)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        many = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = "model.safetensors" if len(shards) == 1 else many
+        write_safetensors(folder / name, shard)
+        weight_map.update(dict.fromkeys(shard, name))
+    total_size = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def write_safetensors(file: Path, tensors: dict[str, mx.array]) -> None:
+    """Write one file. Raises OSError that names it if it cannot be written, or is shorter than its tensors."""
+    mx.eval(tensors)
+    try:
+        mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        raise OSError(f"{file} cannot be written, is the disk full? {error}") from error
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if file.stat().st_size < num_bytes:
+        raise OSError(f"{file} is shorter than its {num_bytes} bytes of tensors; is the disk full?")
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json, sorted; a quantization is entered under both of its names, as mlx-lm does."""
+    if "quantization" in config:
+        config = {**config, "quantization_config": config["quantization"]}
+    write_json(folder / "config.json", dict(sorted(config.items())))
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a dict as indented JSON."""
+    file.write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def cast(name: str, tensor: mx.array, dtype: str) -> mx.array:
+    """Return a floating array in `dtype`, other arrays as they are. Raises ValueError if a finite value would overflow.
+
+    dtype: "float16", "bfloat16" or "float32". name: for the message.
+    """
+    if not mx.issubdtype(tensor.dtype, mx.floating) or tensor.dtype == getattr(mx, dtype):
+        return tensor
+    new = tensor.astype(getattr(mx, dtype))
+    if not mx.all(mx.isfinite(new) == mx.isfinite(tensor)).item():
+        raise ValueError(f"{name} has values beyond the range of {dtype}; choose float32")
+    return new

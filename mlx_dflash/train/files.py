@@ -4,8 +4,6 @@ import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
-import mlx.core as mx
-
 
 def open_alone(path: Path) -> TextIO:
     """Open a file to append to, until it is closed for this process alone. Raises ValueError if another one has it."""
@@ -16,15 +14,6 @@ def open_alone(path: Path) -> TextIO:
         file.close()
         raise ValueError(f"{path} is being written by another process; wait for its end, or write elsewhere") from error
     return file
-
-
-def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Write a safetensors file. Raises OSError that names it, where MLX does not."""
-    mx.eval(arrays)
-    try:
-        mx.save_safetensors(str(path), arrays, metadata={"format": "pt"})
-    except RuntimeError as error:
-        raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
 
 
 def refuse_other(path: Path, found: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

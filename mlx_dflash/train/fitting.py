@@ -15,7 +15,7 @@ import numpy as np
 from ..checkpoints.drafts import build_draft, fetch_draft, read_draft
 from ..checkpoints.packing import unpacked
 from ..checkpoints.targets import load
-from ..checkpoints.vocabulary import frequent
+from ..checkpoints.vocabulary import frequent, special_tokens
 from ..draft.model import DraftModel
 from ..models.structure import Structure
 from ..pair import Pair, head_rows
@@ -137,12 +137,9 @@ class Fit:
     ) -> tuple[dict[str, Any], dict[str, mx.array]]:
         if "d2t" in weights or "lm_head.weight" in weights:
             raise ValueError("--draft-vocab needs a draft that borrows the target's whole head")
-        ids = frequent(self.counts, self.options.draft_vocab, self._special())
+        ids = frequent(self.counts, self.options.draft_vocab, special_tokens(self.tokenizer))
         d2t = mx.array((ids - np.arange(len(ids))).astype(np.int32))
         return _with(config, draft_vocab_size=len(ids)), weights | {"d2t": d2t}
-
-    def _special(self) -> list[int]:
-        return [*self.tokenizer.eos_token_ids, *self.tokenizer.get_added_vocab().values()]
 
     def _head(self) -> Head:
         """What the draft borrows, with as many columns as the loss shall have."""
@@ -151,7 +148,9 @@ class Fit:
         if self.options.loss_vocab is not None:
             if ids is not None or "lm_head" in self.draft:
                 raise ValueError("--loss-vocab needs a draft that borrows the target's whole head")
-            ids = mx.array(frequent(self.counts, self.options.loss_vocab, self._special()).astype(np.uint32))
+            ids = mx.array(
+                frequent(self.counts, self.options.loss_vocab, special_tokens(self.tokenizer)).astype(np.uint32)
+            )
             return Head(structure.embed, head_rows(structure, ids), Columns(np.array(ids), vocab_size))
         return Head(structure.embed, structure.unembed, Columns(None if ids is None else np.array(ids), vocab_size))
 

@@ -16,7 +16,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.folders import recover_folder, replaced_folder, write_file
-from .files import open_alone, refuse_other, save_arrays
+from ..files.safetensors import write_safetensors
+from .files import open_alone, refuse_other
 
 
 class RunFolder:
@@ -49,7 +50,7 @@ class RunFolder:
     def save(self, state: dict[str, mx.array], counters: dict[str, Any]) -> None:
         """Write a checkpoint in place of the one before."""
         with replaced_folder(self.path / "checkpoint") as part:
-            save_arrays(part / "state.safetensors", state)
+            write_safetensors(part / "state.safetensors", state)
             (part / "counters.json").write_text(json.dumps(counters))
 
     def load(self) -> tuple[dict[str, mx.array], dict[str, Any]] | None:

@@ -88,7 +88,9 @@ def test_every_tensor_arrives_unchanged(tmp_path):
     assert converted.keys() == weights.keys()
     for name, weight in weights.items():
         assert converted[name].dtype == weight.dtype and mx.array_equal(converted[name], weight).item(), name
-    assert json.loads((tmp_path / "mlx" / "config.json").read_text()) == draft_config()
+    config = draft_config()
+    config["dtype"] = config.pop("torch_dtype")
+    assert json.loads((tmp_path / "mlx" / "config.json").read_text()) == config
 
 
 def test_shards_are_joined(tmp_path):
@@ -108,6 +110,15 @@ def test_dtype_is_that_of_every_tensor_and_of_the_config(tmp_path, dtype):
         assert converted.dtype == getattr(mx, dtype), name
     config = json.loads((tmp_path / "mlx" / "config.json").read_text())
     assert config["dtype"] == dtype and "torch_dtype" not in config
+
+
+def test_a_wrong_dtype_in_the_config_is_put_right(tmp_path):
+    source = write_folder(tmp_path / "hf", [draft_weights()])
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+    convert_draft(source, tmp_path / "mlx")
+    converted = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    assert converted["dtype"] == "bfloat16" and "torch_dtype" not in converted
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (8, 32), (4, 64), (4, 32)])

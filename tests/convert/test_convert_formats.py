@@ -25,10 +25,10 @@ from support.fixtures import (
 from convert import convert_draft, convert_gguf
 from convert.__main__ import main
 from convert.draft import Changes, Quantization
-from convert.vocabulary import frequent_tokens
 from mlx_dflash import load_draft
 from mlx_dflash.checkpoints.drafts import build_draft, read_draft
 from mlx_dflash.checkpoints.packing import unpacked
+from mlx_dflash.checkpoints.vocabulary import frequent_tokens
 
 SLIDING = "sliding_attention"
 
