@@ -29,6 +29,13 @@ def local_path(path_or_hf_repo: str) -> Path | None:
     return None
 
 
+def file_inside(path: Path) -> Path:
+    """Return the one GGUF file of a folder without config.json; any other path as it is."""
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.gguf"))) == 1:
+        return files[0]
+    return path
+
+
 def download_draft(repo: str, revision: str | None = None) -> Path:
     """Return the folder of a draft from the hub, or the file OWNER/NAME/FILE.gguf; with progress bars.
 

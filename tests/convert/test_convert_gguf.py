@@ -13,6 +13,7 @@ from support import gguf_files as files
 from support.gguf_files import Type
 
 from convert import convert_gguf
+from convert.__main__ import main
 
 KINDS = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.F16, Type.BF16, Type.F32]
 KIND_IDS = [kind.name for kind in KINDS]
@@ -127,6 +128,14 @@ def test_config_comes_from_the_metadata(paths):
     assert {key: config[key] for key in expected} == expected
     assert "quantization" not in config
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
+
+
+def test_a_folder_with_one_gguf_target_is_converted_and_checked(paths, capsys):
+    source, folder = paths
+    files.write_gguf(source, files.random_tensors(Type.F16))
+    main(["--hf-path", str(source.parent), "--mlx-path", str(folder), "--check"])
+    assert "bit for bit" in capsys.readouterr().out
+    assert str(source) in (folder / "README.md").read_text()
 
 
 def llama3_factors(theta: float) -> np.ndarray:
