@@ -34,7 +34,7 @@ def target_path(progress: bool | None = None) -> Path:
     """Give the folder of the demo target (SmolLM2-135M-Instruct, 4 bits), converted on the first call.
 
     The folder is in the user's cache directory, and there whole or not at all, also when two processes ask at once.
-    progress: None shows a bar when stderr is a terminal. Raises ValueError when the package with the weights is missing.
+    progress: None shows a bar when stderr is a terminal. Raises ValueError if the package with the weights is missing.
     """
     folder = cache_folder() / TARGET_FOLDER
     return made_once(folder, lambda: _converter().convert_gguf(_gguf_path(), folder, progress=progress))
