@@ -12,6 +12,7 @@ from ..checkpoints.known_pairs import NO_DRAFT
 from ..commands.errors import Parser, run_command
 from ..commands.flags import block_size, seed
 from ..commands.sampling import check_numbers
+from ..demo import DEMO
 from .constructed import SHAPES
 from .figure import check_plot, plot
 from .measure import PLAIN, differences, make_arms, measure
@@ -127,7 +128,7 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     check_numbers({"--temp": args.temp})
-    if args.constructed is not None and (args.model != "demo" or args.draft_model or args.prompts):
+    if args.constructed is not None and (args.model != DEMO or args.draft_model or args.prompts):
         raise ValueError(
             "--constructed builds its own pair and prompts; give it without --model, --draft-model and --prompts"
         )
