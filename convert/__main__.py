@@ -45,7 +45,7 @@ def configure_parser() -> argparse.ArgumentParser:
     """mlx_lm.convert's own parser with --revision, which its function has and its command line lacks, and our flags."""
     parser = importlib.import_module("mlx_lm.convert").configure_parser()
     parser.prog = "mlx_dflash.convert"
-    parser.description = "Convert a DFlash draft, a GGUF file or any model mlx-lm converts to an MLX folder"
+    parser.description = "Convert a DFlash draft, a GGUF file, or any model that mlx-lm converts, to an MLX folder."
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EXAMPLES
     add = parser.add_argument
     add("--revision", help="Branch, tag or commit of the repository on the hub.")
@@ -177,7 +177,7 @@ def upload(folder: Path, repo: str) -> None:
 
     api = HfApi()
     api.create_repo(repo_id=repo, exist_ok=True)
-    api.upload_large_folder(folder_path=str(folder), repo_id=repo, repo_type="model")
+    api.upload_folder(folder_path=str(folder), repo_id=repo)
     print(f"https://huggingface.co/{repo}")
 
 

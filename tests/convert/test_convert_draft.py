@@ -1,8 +1,10 @@
 """Draft folders: every tensor arrives under its name, in the type that was asked for, or nothing does."""
 
+import inspect
 import json
 from pathlib import Path
 
+import huggingface_hub
 import mlx.core as mx
 import pytest
 
@@ -177,6 +179,24 @@ def test_command_line_converts_and_quantizes_a_draft(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'mlx'}\n"
     config = json.loads((tmp_path / "mlx" / "config.json").read_text())
     assert config["quantization"] == {"bits": 8, "group_size": 64, "mode": "affine"} and config["dtype"] == "float16"
+
+
+def test_the_new_folder_is_uploaded(tmp_path, capsys, monkeypatch):
+    """The hub's client is called as its own signatures say; nothing leaves this machine."""
+    calls = []
+    for name in ("create_repo", "upload_folder"):
+        signature = inspect.signature(getattr(huggingface_hub.HfApi, name))
+
+        def call(*args, name=name, signature=signature, **kwargs):
+            calls.append((name, signature.bind(*args, **kwargs).arguments))
+
+        monkeypatch.setattr(huggingface_hub.HfApi, name, call)
+    source = write_folder(tmp_path / "hf", [draft_weights()])
+    main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "mlx"), "--upload-repo", "acme/draft"])
+    (made, repo), (uploaded, what) = calls
+    assert made == "create_repo" and uploaded == "upload_folder"
+    assert repo["repo_id"] == what["repo_id"] == "acme/draft" and what["folder_path"] == str(tmp_path / "mlx")
+    assert "https://huggingface.co/acme/draft" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from mlx.utils import tree_flatten
+from mlx_lm import tokenizer_utils, utils
 from mlx_lm.generate import (
     GenerationResponse,
     TextStateMachine,
@@ -572,3 +574,39 @@ def test_fields_of_caches_that_are_rolled_back():
     joined.trim(1)
     assert joined.keys.shape == ROWS.shape, "its trim cuts the arrays now; rollback.trim_to need not"
     assert isinstance(KVCache().to_quantized(group_size=32, bits=4), QuantizedKVCache)
+
+
+# Conversions: convert/, checkpoints/
+
+
+def test_the_functions_that_conversions_borrow():
+    module = importlib.import_module("mlx_lm.convert")
+    options = {"dequantize", "dtype", "hf_path", "mlx_path", "q_bits", "q_group_size", "q_mode", "quant_predicate"}
+    assert set(vars(module.configure_parser().parse_args([]))) == options | {
+        "quantize",
+        "trust_remote_code",
+        "upload_repo",
+    }
+    assert {*options, "quantize", "revision", "trust_remote_code"} <= set(parameters(module.convert))
+    assert parameters(module.mixed_quant_predicate_builder) == ["recipe", "model", "group_size"]
+    assert parameters(utils.quantize_model)[:5] == ["model", "config", "group_size", "bits", "mode"]
+    assert "quant_predicate" in parameters(utils.quantize_model)
+    assert parameters(utils.dequantize_model) == ["model"]
+    assert parameters(utils.load_model)[:3] == ["model_path", "lazy", "strict"]
+    assert parameters(utils._download) == ["path_or_hf_repo", "revision", "allow_patterns"]
+    assert parameters(tokenizer_utils.load)[0] == "model_path"
+
+
+def test_shards_keep_all_tensors_in_their_order():
+    tensors = {name: mx.zeros((256, 256)) for name in "abc"}
+    assert [list(shard) for shard in utils.make_shards(tensors)] == [["a", "b", "c"]]
+    shards = utils.make_shards(tensors, max_file_size_gb=0)
+    assert len(shards) == 3 and [name for shard in shards for name in shard] == ["a", "b", "c"]
+
+
+def test_the_hub_clients_functions_that_we_call():
+    assert {"repo_id", "revision", "allow_patterns"} <= set(parameters(huggingface_hub.snapshot_download))
+    assert {"repo_id", "filename", "revision"} <= set(parameters(huggingface_hub.hf_hub_download))
+    assert {"repo_id", "exist_ok"} <= set(parameters(huggingface_hub.HfApi.create_repo))
+    assert {"repo_id", "folder_path"} <= set(parameters(huggingface_hub.HfApi.upload_folder))
+    assert isinstance(huggingface_hub.constants.default_home, str)
