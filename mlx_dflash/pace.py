@@ -1,7 +1,9 @@
-"""How many drafts a round verifies: the number that gives the most tokens a second.
+"""How many drafts a round verifies: the number that gives the most tokens a second; and how long a step of reading is.
 
 A longer block costs more and its last drafts are kept less often; which length is best depends on the machine, the
 models and the text. So it is measured while the text is made. The tokens do not depend on it: the target decides them.
+A long prompt is read in steps, and on a slow machine a step of the usual size takes half a minute, in which nobody can
+stop it. There the steps are made shorter.
 Knows counts and seconds only.
 """
 
@@ -9,6 +11,8 @@ _MEMORY = 0.95  # weight of the past against one more round, for the share of ke
 _FIRST_GUESS, _GUESS_WEIGHT = 0.6, 2.0  # share of kept drafts before anything is known; in rounds
 _COST_MEMORY = 0.9  # the same for the cost of a round
 _FIRST_CHECK, _LAST_CHECK = 16, 256  # rounds
+_STEP_SECONDS = 1.0  # of reading, after which it can be stopped and shows its progress
+_LEAST_STEP = 8  # tokens; fewer would cost as much
 
 
 class Pace:
@@ -73,3 +77,23 @@ class Pace:
         """Check another choice soon if the last check changed the best one, else later and later."""
         self._check_every = _FIRST_CHECK if changed else min(2 * self._check_every, _LAST_CHECK)
         self._next_check = self._round + self._check_every
+
+
+class ReadingPace:
+    """Choice of the number of prompt tokens that are read in one step, so that a step takes about a second.
+
+    first: number of tokens of the first step, before anything is known; it grows and shrinks with what is learned.
+    """
+
+    def __init__(self, first: float = float("inf")):
+        self._tokens = first  # that are read in _STEP_SECONDS
+
+    def step(self, most: int) -> int:
+        """Return the number of tokens to read next, at most `most`."""
+        return int(min(most, max(self._tokens, _LEAST_STEP)))
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Take note of a finished step."""
+        # The few tokens at the end of a prompt cost more each, and say nothing of a long step.
+        if seconds > _STEP_SECONDS or 2 * num_tokens >= self._tokens:
+            self._tokens = num_tokens * _STEP_SECONDS / max(seconds, 1e-6)

@@ -22,9 +22,11 @@ from .drafter import Drafter
 from .files.hub import local_path
 from .models.probe import probe
 from .models.structure import Structure, check_layer_ids
+from .pace import ReadingPace
 from .target import Target
 
 _REHEARSED_TOKENS = 8
+_FIRST_STEP = 64  # tokens that a CPU reads in one step while its speed is unknown
 
 
 @dataclass
@@ -32,11 +34,13 @@ class Acquaintance:
     """What a draft and one target have learned of each other.
 
     borrowed_head: (1, L, H) -> (1, L, Vd), rows of the target's head, for a reduced head that has no weights of its
-    own. round_seconds: seconds of a round by its number of drafts, as far as they were measured.
+    own. round_seconds: seconds of a round by its number of drafts, as far as they were measured. reading_pace: of
+    prompts.
     """
 
     borrowed_head: Callable[[mx.array], mx.array] | None = None
     round_seconds: dict[int, float] = field(default_factory=dict)
+    reading_pace: ReadingPace = field(default_factory=lambda: ReadingPace(_first_step()))
 
 
 class Pair:
@@ -78,7 +82,8 @@ class Pair:
     def target(self, caches: list[Any] | None, block_size: int, **options: Any) -> Target:
         """Return the target as one sequence sees it. block_size: most rows of a verify. options: see Target."""
         taps, kernels = self.draft.config.target_layer_ids, self.draft.kernels
-        return Target(self.model, taps, caches, block_size, kernels, structure=self.structure, **options)
+        options = {"structure": self.structure, "reading_pace": self._known.reading_pace, **options}
+        return Target(self.model, taps, caches, block_size, kernels, **options)
 
     def _rehearse(self) -> None:
         """Compute rounds of a made-up text, so that all kernels are chosen and compiled before the first real round."""
@@ -146,6 +151,11 @@ def head_rows(structure: Structure, ids: mx.array) -> Callable[[mx.array], mx.ar
         return lambda hidden: hidden @ weight.T + bias
     options = dict(transpose=True, group_size=module.group_size, bits=module.bits, mode=module.mode)
     return lambda hidden: mx.quantized_matmul(hidden, weight, scales, rows.get("biases"), **options) + bias
+
+
+def _first_step() -> float:
+    """Tokens of the first step of reading. A GPU seldom needs shorter steps than mlx-lm's, and begins with those."""
+    return _FIRST_STEP if mx.default_device().type == mx.cpu else float("inf")
 
 
 def _borrowed_head(draft: DraftModel, structure: Structure) -> Callable[[mx.array], mx.array] | None:

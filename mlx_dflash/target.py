@@ -5,7 +5,7 @@ caches, by way of models/ and caches/; knows nothing of drafts.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from .models.rotations import shared_rotations
 from .models.stand_ins import Replacement, standing_in
 from .models.structure import Structure, check_layer_ids
 from .models.taps import features_of, tapped
+from .pace import ReadingPace
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Target:
     that can be rewound. block_size: most rows of a verify. kernels: may run a verify's attention and quantized
     products; without them, stock MLX operations do. structure: the model's, if it is known. quantization: of the rows
     that the caches keep. length: number of tokens that the caches cover, for caches that do not count them.
+    reading_pace: may make the steps of a prefill shorter, where their borders change nothing that the caches hold.
     Between calls the caches cover the committed tokens. Some of the last ones may be missing; they are kept here and
     run in front of the next verify.
     Raises ValueError for layers the model does not have, and for caches that cannot roll back or be quantized.
@@ -56,6 +58,7 @@ class Target:
         structure: Structure | None = None,
         quantization: KVQuantization | None = None,
         length: int = 0,
+        reading_pace: ReadingPace | None = None,
     ):
         self.model = model
         self.kernels = kernels or Kernels("off")
@@ -72,6 +75,7 @@ class Target:
             quantization.check(self.caches)
         self._publish()
         self._recurrences = Recurrences(model)
+        self._reading_pace = reading_pace or ReadingPace()
         self._block_size = block_size
         self._length = max(rollback.lengths(self.caches), default=length)
         self._waiting = mx.zeros((0,), mx.uint32)  # committed tokens that the caches do not cover yet
@@ -98,7 +102,8 @@ class Target:
     ) -> None:
         """Commit tokens (T,) chunk by chunk. on_features gets each chunk's context features (1, S, T * D).
 
-        progress is called with the number of tokens processed so far. No logits are computed.
+        step_size: tokens of a chunk, which the reading pace may cut into several. progress is called with the number of
+        tokens processed so far. No logits are computed.
         """
         if self._waiting.size:
             self.settle()
@@ -106,16 +111,27 @@ class Target:
         self._start = rollback.Checkpoint(self.caches, self._length, with_windows=True)
         rollback.set_stepwise(self.caches, False)
         try:
-            for start in range(0, tokens.size, step_size):
-                chunk = tokens[start : start + step_size]
+            for chunk in self._chunks(tokens, step_size):
+                began = time.perf_counter()
                 _, features = self._run([chunk], rollback.Checkpoint(self.caches, self._length, with_windows=True))
                 self._length += chunk.size
                 on_features(features)
                 mx.eval(features, [cache.state for cache in self.caches])
-                progress(start + chunk.size)
+                self._reading_pace.learn(chunk.size, time.perf_counter() - began)
+                progress(self._length - self._start.length)
                 mx.clear_cache()
         finally:
             rollback.set_stepwise(self.caches, True)
+
+    def _chunks(self, tokens: mx.array, step_size: int) -> Iterator[mx.array]:
+        """Yield what is read at a time: steps of mlx-lm's size, cut further where no result depends on it."""
+        may_cut = self._quantization is None and rollback.can_be_read_in_any_steps(self.caches)
+        done = 0
+        while done < tokens.size:
+            most = step_size - done % step_size
+            size = self._reading_pace.step(most) if may_cut else most
+            yield tokens[done : done + size]
+            done += size
 
     def verify(self, anchor: int | mx.array, drafts: mx.array) -> Scores:
         """Run the target over [anchor, drafts] in one pass of γ + 1 rows, which commit then keeps. drafts: (γ,) ids."""

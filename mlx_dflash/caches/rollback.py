@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
+    ArraysCache,
     CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
@@ -24,6 +25,7 @@ from .growing import GrowingKVCache
 from .windowed import WindowedKVCache
 
 _ROW_CACHES = (GrowingKVCache, WindowedKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
+_READ_IN_ANY_STEPS = (GrowingKVCache, WindowedKVCache, QuantizedKVCache, ConcatenateKVCache, ArraysCache)
 
 
 def adopt(caches: list[Any], slack: int) -> None:
@@ -72,6 +74,14 @@ def set_stepwise(caches: list[Any], is_stepwise: bool) -> None:
     for cache in leaves(caches):
         if isinstance(cache, WindowedKVCache):
             cache.is_stepwise = is_stepwise
+
+
+def can_be_read_in_any_steps(caches: list[Any]) -> bool:
+    """Whether the caches hold the same, to rounding, wherever a prefill is cut into steps.
+
+    In a window with rows that stay for ever, mlx-lm lets only the first rows of a step see those.
+    """
+    return all(type(c) in _READ_IN_ANY_STEPS and not getattr(c, "keep", 0) for c in leaves(caches))
 
 
 def can_trim(caches: list[Any], rows: int) -> bool:

@@ -1,15 +1,18 @@
 """The prefill: any chunking gives the same caches and the same drafts, and a long prompt is never held whole."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import ROUNDING, Watch, assert_same_caches, draft_run, fresh_caches, make_draft
+from support.harness import ROUNDING, Watch, assert_same_caches, draft_run, fresh_caches, make_draft, small_pair
 
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
 from mlx_dflash.models.structure import Structure
+from mlx_dflash.pace import ReadingPace
 from mlx_dflash.target import Target
 
 LONG = np.random.RandomState(8).randint(0, 97, 61).tolist()
@@ -53,6 +56,49 @@ def test_prompts_around_a_chunk_are_read_whole(length):
     assert text == watch.text[:6]
     assert calls[0] == (0, length) and calls[-1] == (length, length)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama_sliding", "gemma3_text"])
+def test_a_slow_machine_reads_in_short_steps_with_the_same_result(family, monkeypatch):
+    """A made-up machine that needs a tenth of a second for a token reads about ten of them in a step."""
+    model, draft, prompt, clock = tiny_target(family), make_draft(), LONG * 2, [0.0]
+    monkeypatch.setattr("mlx_dflash.target.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    structure, contexts, sizes, reports = Structure(model), draft.make_cache(), [], []
+    drafter = Drafter(draft, structure.embed, structure.unembed, Dice(), contexts)
+    target = Target(model, draft.config.target_layer_ids, make_prompt_cache(model), reading_pace=ReadingPace(first=16))
+
+    def read(features):
+        sizes.append(features.shape[1])
+        clock[0] += 0.1 * sizes[-1]
+        drafter.extend_context(features)
+
+    target.prefill(mx.array(prompt), read, 50, reports.append)
+    assert sizes == [16, 10, 10, 10, 4, *[10] * 5, *[10] * 2, 2]
+    assert reports == np.cumsum(sizes).tolist()
+    expected = fresh_caches(model, prompt, draft)
+    assert_same_caches(target.caches, expected[0], case="target")
+    assert_same_caches(contexts, expected[1], case="draft")
+
+
+@pytest.mark.parametrize("family", ["llama_sliding", "qwen3_5"])
+def test_the_text_after_short_steps_is_mlx_lms(family, monkeypatch):
+    model, draft = small_pair(family)
+    prompt = [token % 6 for token in LONG]
+    expected = draft_run(model, draft, prompt, max_tokens=20)
+    monkeypatch.setattr(ReadingPace, "step", lambda self, most: min(most, 7))
+    found = draft_run(model, draft, prompt, max_tokens=20)
+    assert found.tokens == plain_tokens(model, prompt, 20) and found.from_draft == expected.from_draft
+    assert found.last.stats.accepted == expected.last.stats.accepted
+
+
+@pytest.mark.parametrize("options", [dict(max_kv_size=24), dict(kv_bits=8, kv_group_size=32, quantized_kv_start=20)])
+def test_steps_that_matter_are_mlx_lms_on_a_slow_machine_too(options, monkeypatch):
+    model, draft, seen = tiny_target(head_dim=32), make_draft(), []
+    monkeypatch.setattr(ReadingPace, "step", lambda self, most: seen.append(most) or min(most, 8))
+    run = draft_run(model, draft, LONG, max_tokens=12, prefill_step_size=50, **options)
+    assert run.tokens == plain_tokens(model, LONG, 12, prefill_step_size=50, **options) and not seen
+    draft_run(model, draft, LONG, max_tokens=2, prefill_step_size=50)
+    assert seen, "without these options the pace decides"
 
 
 def test_a_long_prompt_changes_nothing_for_the_next_short_one():

@@ -7,7 +7,7 @@ import pytest
 from support.fixtures import byte_tokenizer, draft_config, draft_weights, save_draft, tiny_target
 
 import mlx_dflash
-from mlx_dflash.pace import Pace
+from mlx_dflash.pace import Pace, ReadingPace
 from mlx_dflash.pair import Pair
 
 
@@ -111,3 +111,29 @@ def _draft():
     from mlx_dflash.draft.model import DraftModel
 
     return DraftModel(DraftConfig.from_dict(draft_config()))
+
+
+@pytest.mark.parametrize("token_seconds", [0.002, 0.03, 0.4])
+def test_a_step_of_reading_takes_about_a_second_on_any_machine(token_seconds):
+    pace, steps = ReadingPace(first=64), []
+    for _ in range(12):
+        steps.append(pace.step(2048))
+        pace.learn(steps[-1], 0.1 + token_seconds * steps[-1])
+    assert steps[0] == 64
+    taken = 0.1 + token_seconds * steps[-1]
+    assert 0.5 <= taken <= 1.1 or steps[-1] in (8, 2048), f"a step of {steps[-1]} tokens takes {taken} s"
+
+
+def test_a_fast_machine_reads_in_the_steps_that_were_asked_for():
+    pace = ReadingPace()
+    for tokens in (2048, 2048, 300, 2048):
+        assert pace.step(tokens) == tokens
+        pace.learn(tokens, tokens * 1e-4)
+
+
+def test_a_short_rest_of_a_prompt_says_nothing_of_a_long_step():
+    pace = ReadingPace(first=64)
+    pace.learn(64, 0.1)
+    before = pace.step(2048)
+    pace.learn(3, 0.05)
+    assert pace.step(2048) == before == 640
