@@ -263,15 +263,16 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
             raise ValueError(
                 f"the draft's config.json has {key} = {value!r}; expected a finite number, for the base one above 1"
             )
-    partial = scaling.pop("partial_rotary_factor", None) or reader.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0, all channels rotated")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind in ("default", "mrope"):
-        # Text has the same position in all sections of a multimodal rope.
+        # Text has the same position in all sections of a multimodal rope. A partial_rotary_factor here is the target's,
+        # copied by the exporter: drafts without scaling rotate all channels.
         return float(theta), None
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn")
+    partial = scaling.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0, all channels rotated")
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", reader.integer("max_position_embeddings"))
     if not _is_number(scaling.get("factor")) or scaling["factor"] <= 0:

@@ -118,6 +118,11 @@ LAYOUTS = {
     "no number of target layers": dict(num_target_layers=None),
     "no head size": dict(head_dim=None),
     "spare keys": dict(auto_map={"AutoModel": "dflash.DFlash"}, surprise=1, dflash=dict(comment="hello")),
+    "the target's partial rotation": dict(partial_rotary_factor=0.25),
+    "the target's partial rotation in rope_parameters": dict(
+        rope_theta=None,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+    ),
     "SpecForge's flag": dict(dflash=dict(projector_type="dflash")),
 }
 
@@ -305,8 +310,6 @@ def test_tensors_of_relatives_are_refused_by_name(tmp_path, tensor, message):
         (dict(rope_theta=float("nan")), "rope_theta"),
         (dict(rope_theta="big"), "rope_theta"),
         (dict(rope_scaling=[4]), "objects"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
-        (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)), "partial_rotary_factor 0.25"),
         (dict(rope_scaling=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)), "partial_rotary_factor"),
         (dict(num_hidden_layers=True), "num_hidden_layers"),
         (dict(num_hidden_layers=None), "num_hidden_layers"),
