@@ -27,7 +27,7 @@ class Recipe:
     """How a draft is fitted.
 
     steps: updates in all. batch_size: samples of an update, on each machine. anchors: blocks of a sample. block_sizes:
-    taken in turn by the updates, none for the draft's own. dtype: of the computation; the weights themselves are float32.
+    taken in turn by the updates, none for the draft's own. dtype: of the computation; the weights are float32.
     checkpointed: compute layers twice to save memory.
     """
 
@@ -97,7 +97,7 @@ class Trainer:
         return mx.array(lesson.prompt_length + np.sort(chosen).astype(np.int32))
 
     def step(self, number: int, lessons: Sequence[Lesson]) -> float:
-        """Make update `number` (from 0) with the lessons of this machine; return the mean loss of all machines' slots."""
+        """Make update `number` (from 0) with this machine's lessons; return the mean loss of all machines' slots."""
         picks = [(lesson, self.anchors(number, i, lesson)) for i, lesson in enumerate(lessons)]
         slots = mx.array(self.weighting.slots(self._block_sizes[number % len(self._block_sizes)] - 1))
         weights = [slot_weights(*pick, self.head.columns, slots) for pick in picks]
@@ -108,7 +108,8 @@ class Trainer:
         loss, norm = self.shared(loss).item(), norm.item()
         if not np.isfinite([loss, norm]).all():
             raise ValueError(
-                f"update {number} has the loss {loss} and a gradient of norm {norm}; a lower --learning-rate and another --out may help"
+                f"update {number} has the loss {loss} and a gradient of norm {norm}; "
+                "a lower --learning-rate and another --out may help"
             )
         self.optimizer.update(self.draft, gradients)
         mx.eval(self.draft.parameters(), self.optimizer.state)

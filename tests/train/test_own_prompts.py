@@ -1,4 +1,4 @@
-"""Prompts that the target writes itself: which of its turns count, what is kept, and the whole step with the demo target."""
+"""Prompts that the target writes itself: which turns count, what is kept, the whole step with the demo target."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from mlx_dflash.train.text.own_prompts import OwnPrompts
 
 
 def target_that_says(*turns):
-    """Answers of a target that speaks these turns, one after the other, and what it was asked. A tuple's turn has an end."""
+    """Answers of a target that speaks these turns in order, and what it was asked. A tuple's turn has an end."""
     asked, turns = [], iter(turns)
 
     def answers(todo, style):

@@ -49,7 +49,7 @@ class CorpusWriter:
             raise
 
     def _go_on(self, header: dict[str, Any]) -> None:
-        """Check and count what is in the file, which is nothing or a header and samples, the last one perhaps in part."""
+        """Check and count what is in the file: nothing, or a header and samples, the last one perhaps in part."""
         content = self.path.read_bytes()
         if b"\n" in content:
             refuse_other(self.path, read_header(self.path), header, "another file to write to")
