@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from ..commands.errors import user_errors
+from ..commands.errors import Parser, run_command, user_errors
 from . import step_data, step_fit
 
 STEPS = {"data": step_data, "fit": step_fit}
@@ -14,13 +14,15 @@ _INSTEAD_OF_EVAL = (
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and take one step."""
-    argv = sys.argv[1:] if argv is None else argv
     with user_errors():
-        if argv[:1] == ["eval"]:
+        if (sys.argv[1:] if argv is None else argv)[:1] == ["eval"]:
             raise ValueError(_INSTEAD_OF_EVAL)
-    parser = argparse.ArgumentParser(
-        prog="mlx_dflash.train", description="Train a DFlash draft for a target, in two steps."
-    )
+    run_command(make_parser, _run, argv)
+
+
+def make_parser() -> Parser:
+    """Return a parser of the steps and their flags."""
+    parser = Parser(prog="mlx_dflash.train", description="Train a DFlash draft for a target, in two steps.")
     commands = parser.add_subparsers(dest="step", required=True, metavar="data|fit")
     for name, step in STEPS.items():
         summary = step.__doc__.splitlines()[0]
@@ -28,13 +30,15 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--model", required=True, help="target: a folder or hub repository, or demo")
         command.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
         step.add_flags(command)
-    args = parser.parse_args(argv)
-    with user_errors():
-        try:
-            STEPS[args.step].run(args)
-        except KeyboardInterrupt:
-            print("\nthe same command goes on where this one ends", file=sys.stderr)
-            raise
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    try:
+        STEPS[args.step].run(args)
+    except KeyboardInterrupt:
+        print("\nthe same command goes on where this one ends", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
