@@ -4,8 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlx_dflash.train import FitOptions, fit
-from mlx_dflash.train.__main__ import main as train
+from mlx_dflash.train import DataOptions, FitOptions, fit, write_data
 
 TARGET, DRAFT = "demo", "demo"  # or a target and its draft: folders or hub repositories
 folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent)
@@ -14,7 +13,7 @@ with tempfile.TemporaryDirectory() as work:
     data, run = Path(work) / "data.jsonl", Path(work) / "run"
 
     # The text as it is; to learn what the target would write about it instead, give prompts: see `train data --help`.
-    train(["data", "--model", TARGET, "--text", folder, "--out", str(data), "--max-length", "256"])
+    write_data(DataOptions(model=TARGET, text=folder, out=data, max_length=256))
 
     # Go on from the given draft, gently. Give --valid-data to see its acceptance on text of your own.
     options = FitOptions(

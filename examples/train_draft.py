@@ -7,8 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from mlx_dflash.train import FitOptions, fit
-from mlx_dflash.train.__main__ import main as train
+from mlx_dflash.train import DataOptions, FitOptions, fit, write_data
 
 TARGET = "demo"  # or any model of mlx-lm: a folder or a hub repository
 
@@ -22,21 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
     prompts.write_text("".join(json.dumps({"class": "counting", "prompt": text}) + "\n" for text in PROMPTS))
 
     # The target answers the prompts: a draft learns to foresee this very target.
-    train(
-        [
-            "data",
-            "--model",
-            TARGET,
-            "--prompts",
-            str(prompts),
-            "--out",
-            str(data),
-            "--max-tokens",
-            "40",
-            "--sampled-share",
-            "0",
-        ]
-    )
+    write_data(DataOptions(model=TARGET, prompts=prompts, out=data, max_tokens=40, sampled_share=0.0))
 
     # One layer, copied from the target's last; two of the answers are not learned but measured.
     options = FitOptions(

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .fitting import fit
-    from .options import FitOptions
+    from .options import DataOptions, FitOptions
+    from .step_data import write_data
 
-_HOME = {"FitOptions": "options", "fit": "fitting"}
-__all__ = ["FitOptions", "fit"]
+_HOME = {"DataOptions": "options", "FitOptions": "options", "fit": "fitting", "write_data": "step_data"}
+__all__ = ["DataOptions", "FitOptions", "fit", "write_data"]
 
 
 def __getattr__(name: str):

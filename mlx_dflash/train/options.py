@@ -120,3 +120,55 @@ class FitOptions:
         }
         sizes = None if self.block_sizes is None else list(self.block_sizes)
         return found | paths | {"block_sizes": sizes, "data": [str(Path(path)) for path in self.data]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The options of writing training text; `python -m mlx_dflash.train data --help` says what each one means.
+
+    One of prompts, own_prompts and text says where the text comes from. Raises ValueError for values that make no
+    sense or would do nothing, with the name of the flag.
+    """
+
+    model: str
+    out: str | Path
+    trust_remote_code: bool = False
+    prompts: str | Path | None = None
+    own_prompts: int | None = None
+    text: str | Path | None = None
+    # Of answers.
+    max_tokens: int = 256
+    sampled_share: float = 0.5
+    temp: float = 0.7
+    top_p: float = 1.0
+    batch_size: int = 32
+    seed: int = 0
+    draft_model: str | None = None
+    # Of text as it is.
+    max_length: int = 2048
+
+    def __post_init__(self):
+        sources = [name for name in ("prompts", "own_prompts", "text") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            raise ValueError(f"give one of --prompts, --own-prompts and --text, got {len(sources)} of them")
+        unused = [key for key in self.defaults() if (key == "max_length") != (sources == ["text"])]
+        given = [_flag(key) for key in unused if getattr(self, key) != self.defaults()[key]]
+        if given:
+            raise ValueError(f"{', '.join(given)} cannot go with {_flag(sources[0])}")
+        for name, least in (("batch_size", 1), ("max_length", 2), ("seed", 0), ("own_prompts", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{_flag(name)} must be {least} or more, got {value}")
+        path = self.prompts or self.text
+        if path and not Path(path).exists():
+            raise ValueError(f"{path} does not exist")
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the defaults of what an answer or a text may be, by name."""
+        first = [field.name for field in fields(cls)].index("max_tokens")
+        return {field.name: field.default for field in fields(cls)[first:]}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -5,26 +5,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..commands.prompt_files import Prompt, read_prompts, read_texts
+from .options import DataOptions
 from .text.answers import Style, batched_answers, can_batch, single_answers
 from .text.corpus import CorpusWriter, Sample
 from .text.own_prompts import Answers, OwnPrompts
-
-_DEFAULTS = {
-    "max_tokens": 256,
-    "sampled_share": 0.5,
-    "temp": 0.7,
-    "top_p": 1.0,
-    "batch_size": 32,
-    "seed": 0,
-    "draft_model": None,  # of answers
-    "max_length": 2048,  # of text as it is
-}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,108 +46,117 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, help="nucleus (top-p) of the sampled answers (default: %(default)s, which is off)")
     add("--batch-size", type=int, help="prompts answered at a time (default: %(default)s)")
     add("--seed", type=int, help="random seed of the sampled answers and prompts (default: %(default)s)")
-    parser.set_defaults(**_DEFAULTS)
+    parser.set_defaults(**DataOptions.defaults())
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write what is missing in the file."""
-    from ..checkpoints.targets import load
-    from ..models.structure import Structure
-
-    _check(args)
-    style = Style(args.max_tokens, args.sampled_share, args.temp, args.top_p, args.seed)
-    model, tokenizer = load(args.model, tokenizer_config={"trust_remote_code": args.trust_remote_code})
-    header = {
-        "target": args.model,
-        "vocab_size": Structure(model).vocab_size,
-        "from": args.text or args.prompts or "prompts of its own",
-    }
-    header |= {"max_length": args.max_length} if args.text else vars(style)
-    own = OwnPrompts(tokenizer) if args.own_prompts else None
-    if args.text:
-        prompts = read_texts(args.text, tokenizer, args.max_length)
-    elif args.prompts:
-        prompts = read_prompts(args.prompts, tokenizer)
-    answers = None if args.text else _answers(args, model, tokenizer)
-    with closing(CorpusWriter(args.out, header)) as writer:
-        if own:
-            path = _own_prompts(args, own, answers)
-            # Those that were answered when more were asked for stay.
-            prompts = read_prompts(path, tokenizer)[: max([args.own_prompts, *(i + 1 for i in writer.sources)])]
-        for i, ids in writer.sources.items():
-            if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
-                raise ValueError(
-                    f"{args.out} holds an answer to another prompt {i + 1} than there is now; choose another file to "
-                    "write to"
-                )
-        todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
-        found = len(writer.sources)
-        mx.random.seed(args.seed + found)
-        samples = (Sample(p.ids, p.length, i, p.kind) for i, p in todo) if answers is None else answers(todo, style)
-        done = _write(writer, samples, prompts)
-    print(report(args.out, done, found))
-    if done["samples"] < done["of"]:
+    """Write what is missing in the file, and say what it holds then."""
+    options = DataOptions(**{field.name: getattr(args, field.name) for field in fields(DataOptions)})
+    written = write_data(options)
+    print(report(options.out, written))
+    if written.is_interrupted:
         raise KeyboardInterrupt
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before the target is loaded."""
-    _refuse_unused(args)
-    for name, least in (("batch_size", 1), ("max_length", 2), ("seed", 0), ("own_prompts", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
-    path = args.prompts or args.text
-    if path and not Path(path).exists():
-        raise ValueError(f"{path} does not exist")
+@dataclass(frozen=True)
+class Written:
+    """What a file of training text holds, and what was added. found: samples that were there before."""
+
+    samples: int
+    wanted: int
+    found: int
+    tokens: int
+    new_tokens: int
+    seconds: float
+    kinds: Counter
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C came before the last sample; the same options go on from there."""
+        return self.samples < self.wanted
 
 
-def _answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answers:
+def write_data(options: DataOptions) -> Written:
+    """Write the training text that is missing in the file of the options, and return what it holds then.
+
+    Raises ValueError for options that do not fit the target, the prompts, or a file that was begun with others.
+    """
+    from ..checkpoints.targets import load
+    from ..models.structure import Structure
+
+    style = Style(options.max_tokens, options.sampled_share, options.temp, options.top_p, options.seed)
+    model, tokenizer = load(options.model, tokenizer_config={"trust_remote_code": options.trust_remote_code})
+    header = {
+        "target": options.model,
+        "vocab_size": Structure(model).vocab_size,
+        "from": str(options.text or options.prompts or "prompts of its own"),
+    }
+    header |= {"max_length": options.max_length} if options.text else vars(style)
+    own = OwnPrompts(tokenizer) if options.own_prompts else None
+    prompts: list[Prompt] = []
+    if options.text:
+        prompts = read_texts(options.text, tokenizer, options.max_length)
+    elif options.prompts:
+        prompts = read_prompts(options.prompts, tokenizer)
+    answers = None if options.text else _answers(options, model, tokenizer)
+    with closing(CorpusWriter(options.out, header)) as writer:
+        if own and options.own_prompts and answers:
+            path = _own_prompts(options, own, answers)
+            # Those that were answered when more were asked for stay.
+            prompts = read_prompts(path, tokenizer)[: max([options.own_prompts, *(i + 1 for i in writer.sources)])]
+        _refuse_other_prompts(options.out, writer, prompts)
+        todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in writer.sources]
+        mx.random.seed(options.seed + len(writer.sources))
+        samples = (Sample(p.ids, p.length, i, p.kind) for i, p in todo) if answers is None else answers(todo, style)
+        return _write(writer, samples, prompts)
+
+
+def _refuse_other_prompts(out: str | Path, writer: CorpusWriter, prompts: list[Prompt]) -> None:
+    for i, ids in writer.sources.items():
+        if i >= len(prompts) or ids != prompts[i].ids[: prompts[i].length]:
+            raise ValueError(
+                f"{out} holds an answer to another prompt {i + 1} than there is now; choose another file to write to"
+            )
+
+
+def _answers(options: DataOptions, model: Any, tokenizer: Any) -> Answers:
     """How the target answers: many prompts at a time if it can, or one by one."""
     from ..checkpoints.drafts import load_draft
     from ..pair import Pair
 
     if can_batch(model):
-        if args.draft_model:
+        if options.draft_model:
             raise ValueError(
                 "--draft-model is for targets whose caches do not batch; this one answers many prompts at a time "
                 "without"
             )
-        return lambda todo, style: batched_answers(model, tokenizer, todo, style, args.batch_size)
+        return lambda todo, style: batched_answers(model, tokenizer, todo, style, options.batch_size)
     draft = None
-    if args.draft_model:
-        draft = load_draft(args.draft_model)
+    if options.draft_model:
+        draft = load_draft(options.draft_model)
         Pair(model, draft)
     return lambda todo, style: single_answers((model, tokenizer, draft), todo, style)
 
 
-def _own_prompts(args: argparse.Namespace, own: OwnPrompts, answers: Answers) -> Path:
+def _own_prompts(options: DataOptions, own: OwnPrompts, answers: Answers) -> Path:
     """Let the target write what is missing of its prompts; return their file, which is beside the one to write."""
     from tqdm import tqdm
 
-    out = Path(args.out)
+    out = Path(options.out)
     path = out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl")
-    counts = own.write(path, args.own_prompts, answers, args.seed)
-    with tqdm(total=args.own_prompts, initial=next(counts), unit="prompt", disable=None) as bar:
+    counts = own.write(path, options.own_prompts, answers, options.seed)
+    with tqdm(total=options.own_prompts, initial=next(counts), unit="prompt", disable=None) as bar:
         for _ in counts:
             bar.update()
     return path
 
 
-def _refuse_unused(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that the other source of text would need."""
-    source = "--text" if args.text else "--own-prompts" if args.own_prompts is not None else "--prompts"
-    unused = [key for key in _DEFAULTS if (key == "max_length") != (source == "--text")]
-    given = [f"--{key.replace('_', '-')}" for key in unused if getattr(args, key) != _DEFAULTS[key]]
-    if given:
-        raise ValueError(f"{', '.join(given)} cannot go with {source}")
-
-
-def _write(writer: CorpusWriter, samples: Iterator[Sample], prompts: list[Prompt]) -> dict[str, Any]:
+def _write(writer: CorpusWriter, samples: Iterator[Sample], prompts: list[Prompt]) -> Written:
     """Append the samples, with a bar; what was written also counts after Ctrl-C."""
     from tqdm import tqdm
 
     began, before, kinds = time.perf_counter(), writer.num_tokens, Counter()
+    found = len(writer.sources)
     with tqdm(total=len(prompts), initial=len(writer.sources), unit="sample", disable=None) as bar:
         try:
             for sample in samples:
@@ -166,25 +166,24 @@ def _write(writer: CorpusWriter, samples: Iterator[Sample], prompts: list[Prompt
                 bar.set_postfix_str(f"{(writer.num_tokens - before) / (time.perf_counter() - began):.0f} tokens/s")
         except KeyboardInterrupt:
             pass  # the report says how far it came
-    return {
-        "samples": len(writer.sources),
-        "of": len(prompts),
-        "tokens": writer.num_tokens,
-        "new tokens": writer.num_tokens - before,
-        "seconds": time.perf_counter() - began,
-        "kinds": kinds,
-    }
+    return Written(
+        samples=len(writer.sources),
+        wanted=len(prompts),
+        found=found,
+        tokens=writer.num_tokens,
+        new_tokens=writer.num_tokens - before,
+        seconds=time.perf_counter() - began,
+        kinds=kinds,
+    )
 
 
-def report(path: str, done: dict[str, Any], found: int) -> str:
-    """What the file holds now, in a few lines."""
-    lines = [f"{path}: {done['samples']} of {done['of']} samples, {done['tokens']} tokens to learn"]
-    if found:
-        lines.append(f"  {found} samples were there already")
-    if done["new tokens"]:
-        lines.append(
-            f"  {done['new tokens']} new tokens in {done['seconds']:.1f} s, "
-            f"{done['new tokens'] / done['seconds']:.1f} tokens/s"
-        )
-        lines.append("  " + ", ".join(f"{kind} {count}" for kind, count in done["kinds"].most_common()))
+def report(path: str | Path, written: Written) -> str:
+    """Say what the file holds now, in a few lines."""
+    lines = [f"{path}: {written.samples} of {written.wanted} samples, {written.tokens} tokens to learn"]
+    if written.found:
+        lines.append(f"  {written.found} samples were there already")
+    if written.new_tokens:
+        speed = written.new_tokens / written.seconds
+        lines.append(f"  {written.new_tokens} new tokens in {written.seconds:.1f} s, {speed:.1f} tokens/s")
+        lines.append("  " + ", ".join(f"{kind} {count}" for kind, count in written.kinds.most_common()))
     return "\n".join(lines)
