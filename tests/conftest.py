@@ -12,6 +12,8 @@ import pytest
 for blas in ("BLIS", "OPENBLAS"):
     os.environ.setdefault(f"{blas}_NUM_THREADS", "1")
 
+os.environ.pop("XDG_CACHE_HOME", None)  # tests put the cache folder where they want it
+
 import mlx_dflash  # noqa: E402, F401
 
 

@@ -1,8 +1,10 @@
 """Folders and files are there whole or not at all, whatever ends their writing."""
 
 import pytest
+from huggingface_hub import constants
 
 from mlx_dflash.files.folders import made_once, new_folder, recover_folder, replaced_folder, write_file
+from mlx_dflash.files.places import cache_folder
 
 
 class Killed(BaseException):
@@ -70,3 +72,10 @@ def test_a_file_that_cannot_be_written_keeps_its_old_text(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_file(file, "half \ud800")
     assert file.read_text() == "old" and names(tmp_path / "sub") == ["file"]
+
+
+def test_the_cache_folder_is_where_the_system_keeps_caches(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "default_home", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / "mlx_dflash"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "mlx_dflash"

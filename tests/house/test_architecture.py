@@ -60,6 +60,9 @@ MANY_PARAMETERS = {
 # Files that catch whatever was raised: where a program ends, and where a request must not end the server.
 CATCH_ALL = {"mlx_dflash/commands/errors.py", "mlx_dflash/server/worker.py"}
 
+# The file that asks where the system keeps caches.
+ENVIRONMENT = {"mlx_dflash/files/places.py"}
+
 # Words that the glossary replaces, as parts of identifiers.
 NEVER = {"verifier", "speculator", "assistant", "noise", "ctx", "posterior", "crop", "epoch", "cycle", "bs", "restore"}
 
@@ -186,9 +189,8 @@ def test_modules_classes_and_public_functions_are_documented(path):
 def test_there_is_no_hidden_state(path):
     """No environment variables, no globals that change, no exception that is caught whatever it is."""
     for node in ast.walk(TREES[path]):
-        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), (
-            f"line {node.lineno}: environment"
-        )
+        reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+        assert not reads or str(path.relative_to(ROOT)) in ENVIRONMENT, f"line {node.lineno}: environment"
         assert not isinstance(node, ast.Global), f"line {node.lineno}: global statement"
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else ""

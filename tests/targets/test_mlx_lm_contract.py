@@ -1,27 +1,20 @@
 """What we lean on in mlx and mlx-lm, one test a fact: a failure after an update names what must be looked at."""
 
 import copy
-import importlib
 import inspect
 import sys
-from pathlib import Path
 
-import huggingface_hub
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.server
 import numpy as np
 import pytest
-from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from mlx.utils import tree_flatten
-from mlx_lm import tokenizer_utils, utils
 from mlx_lm.generate import (
     GenerationResponse,
-    TextStateMachine,
     generate_step,
     generation_stream,
-    make_text_state_machine,
     wired_limit,
 )
 from mlx_lm.models import cache as caches
@@ -33,7 +26,6 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
-    LRUPromptCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -41,18 +33,14 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.ssm import ssm_update
-from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
+from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import _download, dequantize_model, load_model, make_shards, quantize_model
 from support import models
 from support.fixtures import (
     TARGET_FAMILIES,
     byte_tokenizer,
     context_free_target,
     plain_tokens,
-    save_target,
-    target_config,
     tiny_target,
 )
 
@@ -411,110 +399,9 @@ def test_tokenizers_know_the_marks_of_reasoning():
     assert (tokenizer.rfind_think_start([65]), tokenizer.rfind_think_end([65])) == (-1, -1)
 
 
-# The text of answers and the server: commands/answers.py, server/
-
-
-def test_a_state_machine_takes_text_apart_and_holds_back_what_may_be_a_mark():
-    transitions = {"normal": [("<a>", "tool")], "tool": [("</a>", "normal")]}
-    state, segments = TextStateMachine.split(TextStateMachine(transitions).make_state("normal"), "x<a>y<")
-    assert segments == [("normal", "x"), ("tool", "y")]
-    assert TextStateMachine.flush(state)[1:] == ("<", "tool")
-    assert TextStateMachine.split(state, "/a>z")[1] == [("tool", ""), ("normal", "z")]
-    assert parameters(make_text_state_machine)[0] == "tokenizer"
-
-
-def test_the_prompt_cache_of_many_sequences_gives_copies_of_the_nearest_one():
-    store, cache = LRUPromptCache(2, 1 << 30), KVCache()
-    cache.update_and_fetch(ROWS, ROWS)
-    store.insert_cache("model", [1, 2, 3], [cache])
-    found, rest = store.fetch_nearest_cache("model", [1, 2, 3, 4])
-    assert found[0].offset == 3 and found[0] is not cache and rest == [4]
-    assert store.fetch_nearest_cache("other", [1, 2, 3]) == (None, [1, 2, 3])
-    assert len(store) == 1 and store.nbytes == cache.nbytes > 0
-    store.trim_to(n_sequences=0)
-    assert len(store) == 0 == store.nbytes
-
-
-def test_the_small_functions_that_the_server_borrows():
-    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert mlx_lm.server.process_message_content(messages) == [] and messages[0]["content"] == "ab"
-    assert "USER: ab" in mlx_lm.server.convert_chat(messages, None)
-    make_call = mlx_lm.server.ToolCallFormatter(lambda text, tools: {"name": text, "arguments": {"x": 1}}, None, True)
-    (call,) = make_call(["f"])
-    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'} and (call["type"], call["index"]) == (
-        "function",
-        0,
-    )
-    assert mx.__version__ in mlx_lm.server.get_system_fingerprint()
-    assert parameters(make_logits_processors) == ["logit_bias"] + [
-        f"{kind}_{what}" for kind in ("repetition", "presence", "frequency") for what in ("penalty", "context_size")
-    ]
-
-
 def test_plain_greedy_text_does_not_depend_on_the_prefills_chunks():
     model = tiny_target()
     assert plain_tokens(model, [5] * 9, 8, prefill_step_size=2) == plain_tokens(model, [5] * 9, 8)
-
-
-# Conversions, the hub and the cache folder: convert/, files/
-
-
-def test_mlx_lms_converter_has_the_flags_and_the_arguments_that_ours_passes_on():
-    convert = importlib.import_module("mlx_lm.convert")
-    flags = {action.dest: action.default for action in convert.configure_parser()._actions}
-    assert flags.keys() - {"help"} == {
-        *("hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate"),
-        *("dtype", "upload_repo", "dequantize", "trust_remote_code"),
-    }
-    assert (flags["q_bits"], flags["q_group_size"], flags["q_mode"], flags["hf_path"]) == (None, None, "affine", None)
-    assert flags.keys() - {"help"} < set(parameters(convert.convert)) and "revision" in parameters(convert.convert)
-
-
-def test_mlx_lms_mixtures_of_bits_take_a_layers_number_from_the_second_place_of_a_path():
-    convert = importlib.import_module("mlx_lm.convert")
-    model = nn.Module()
-    model.layers = [nn.Module() for _ in range(8)]
-    for layer in model.layers:
-        layer.down_proj = nn.Linear(64, 64)
-    bits_of = convert.mixed_quant_predicate_builder("mixed_4_6", model, 32)
-    bits = [bits_of(f"layers.{i}.down_proj", layer.down_proj)["bits"] for i, layer in enumerate(model.layers)]
-    assert bits == [6, 4, 4, 6, 4, 4, 6, 6]
-    assert bits_of("fc", nn.Linear(64, 64)) == {"group_size": 32, "bits": 4, "mode": "affine"}
-
-
-def test_weights_are_quantized_unpacked_and_cut_into_files_by_mlx_lm():
-    model = nn.Sequential(nn.Linear(64, 8), nn.RMSNorm(8))
-    quantized, config = quantize_model(model, {}, 32, 4, mode="affine", quant_predicate=lambda path, module: True)
-    assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"} == config["quantization_config"]
-    assert isinstance(quantized.layers[0], nn.QuantizedLinear)
-    assert type(dequantize_model(quantized).layers[0]) is nn.Linear
-    weights = {name: mx.zeros((1 << 28,), mx.uint32) for name in "abcdef"}  # 1 GB each, and never computed
-    assert [list(shard) for shard in make_shards(weights)] == [list("abcde"), list("f")]
-
-
-def test_a_folder_is_loaded_without_its_weights_read(tmp_path):
-    folder = save_target(tmp_path, tiny_target(), target_config(), byte_tokenizer())
-    model, config = load_model(folder, lazy=True)
-    assert config["model_type"] == "qwen3" and len(model.layers) == config["num_hidden_layers"]
-    assert isinstance(load_tokenizer(folder), TokenizerWrapper)
-
-
-def test_mlx_lm_downloads_the_files_of_these_patterns(monkeypatch, tmp_path):
-    asked = {}
-    monkeypatch.setattr("mlx_lm.utils.snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
-    assert _download("owner/name", allow_patterns=["*.json"]) == tmp_path
-    assert asked["allow_patterns"] == ["*.json"]
-
-
-def test_the_hubs_functions_errors_and_cache_folder():
-    assert {"repo_id", "filename", "revision"} <= set(parameters(hf_hub_download))
-    assert {"repo_id", "revision", "allow_patterns"} <= set(parameters(snapshot_download))
-    # The order of the except clauses in files/hub.py: the narrow ones first.
-    assert issubclass(errors.GatedRepoError, errors.RepositoryNotFoundError)
-    assert issubclass(errors.LocalEntryNotFoundError, errors.EntryNotFoundError)
-    assert issubclass(errors.RevisionNotFoundError, errors.HfHubHTTPError)
-    assert issubclass(errors.HFValidationError, ValueError) and issubclass(errors.HfHubHTTPError, OSError)
-    assert constants.default_home == str(Path.home() / ".cache")
 
 
 # Recurrent layers: caches/recurrences.py, caches/rollback.py
@@ -574,39 +461,3 @@ def test_fields_of_caches_that_are_rolled_back():
     joined.trim(1)
     assert joined.keys.shape == ROWS.shape, "its trim cuts the arrays now; rollback.trim_to need not"
     assert isinstance(KVCache().to_quantized(group_size=32, bits=4), QuantizedKVCache)
-
-
-# Conversions: convert/, checkpoints/
-
-
-def test_the_functions_that_conversions_borrow():
-    module = importlib.import_module("mlx_lm.convert")
-    options = {"dequantize", "dtype", "hf_path", "mlx_path", "q_bits", "q_group_size", "q_mode", "quant_predicate"}
-    assert set(vars(module.configure_parser().parse_args([]))) == options | {
-        "quantize",
-        "trust_remote_code",
-        "upload_repo",
-    }
-    assert {*options, "quantize", "revision", "trust_remote_code"} <= set(parameters(module.convert))
-    assert parameters(module.mixed_quant_predicate_builder) == ["recipe", "model", "group_size"]
-    assert parameters(utils.quantize_model)[:5] == ["model", "config", "group_size", "bits", "mode"]
-    assert "quant_predicate" in parameters(utils.quantize_model)
-    assert parameters(utils.dequantize_model) == ["model"]
-    assert parameters(utils.load_model)[:3] == ["model_path", "lazy", "strict"]
-    assert parameters(utils._download) == ["path_or_hf_repo", "revision", "allow_patterns"]
-    assert parameters(tokenizer_utils.load)[0] == "model_path"
-
-
-def test_shards_keep_all_tensors_in_their_order():
-    tensors = {name: mx.zeros((256, 256)) for name in "abc"}
-    assert [list(shard) for shard in utils.make_shards(tensors)] == [["a", "b", "c"]]
-    shards = utils.make_shards(tensors, max_file_size_gb=0)
-    assert len(shards) == 3 and [name for shard in shards for name in shard] == ["a", "b", "c"]
-
-
-def test_the_hub_clients_functions_that_we_call():
-    assert {"repo_id", "revision", "allow_patterns"} <= set(parameters(huggingface_hub.snapshot_download))
-    assert {"repo_id", "filename", "revision"} <= set(parameters(huggingface_hub.hf_hub_download))
-    assert {"repo_id", "exist_ok"} <= set(parameters(huggingface_hub.HfApi.create_repo))
-    assert {"repo_id", "folder_path"} <= set(parameters(huggingface_hub.HfApi.upload_folder))
-    assert isinstance(huggingface_hub.constants.default_home, str)
