@@ -118,8 +118,6 @@ def test_schema_on_the_command_line(tmp_path, monkeypatch, capsys):
             schema,
         ]
         monkeypatch.setattr("sys.argv", ["generate", *map(str, flags)])
-        with pytest.raises(SystemExit) as end:
-            main()
+        main()
         out, err = capsys.readouterr()
-        assert end.value.code == 0, err
         assert set(json.loads(out)) <= {6, 66} and "the same tokens" in err
