@@ -188,5 +188,13 @@ def _check_weights(draft: DraftModel, weights: dict[str, mx.array], path: Path) 
             f"{', '.join(unknown[:5])}"
         )
     for name, parameter in expected.items():
-        if weights[name].shape != parameter.shape:
-            raise ValueError(f"{path}: {name} has shape {weights[name].shape}; the config asks for {parameter.shape}")
+        found = weights[name]
+        if found.shape != parameter.shape:
+            raise ValueError(f"{path}: {name} has shape {found.shape}; the config asks for {parameter.shape}")
+        if name != "d2t" and _kind(found) != _kind(parameter):
+            raise ValueError(f"{path}: {name} holds {found.dtype}; expected {_kind(parameter)}")
+
+
+def _kind(tensor: mx.array) -> str:
+    """A floating type of any size, or the one type of packed numbers."""
+    return "floating numbers" if mx.issubdtype(tensor.dtype, mx.floating) else str(tensor.dtype)

@@ -3,19 +3,22 @@
 Reads, checks and writes files; knows what makes a folder a draft and nothing else of models.
 """
 
-import json
 import re
-import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from .json_text import parse_json, read_json
 from .torch_pickle import read_torch_file
 
 INDEX = "model.safetensors.index.json"
 MASK_FILE = "mask_embedding.pt"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
+_ITEM_BYTES |= {"U8": 1, "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E8M0": 1}
+_MAX_DIMENSION = 2**31 - 1  # MLX counts in 32 bits
 _RELATIVES = ("dflash", "dspark", "domino", "dfly")
 
 
@@ -27,20 +30,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError for anything else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
-    return content
-
-
 def is_draft_config(config: dict[str, Any]) -> bool:
     """Say whether config.json describes a draft, of DFlash or of a relative, which the draft loader refuses by name."""
-    named = "".join(map(str, config.get("architectures") or [])).lower()
+    named = str(config.get("architectures") or "").lower()
     return any(word in named for word in _RELATIVES) or "dflash_config" in config or "speculators_model_type" in config
 
 
@@ -77,26 +69,66 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
-    """Read one file, lazily. Raises ValueError unless its header and its size agree."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"{file} is not a safetensors file, or is cut off: {size} bytes with a header of {length}")
-        try:
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
-    if max(ends, default=0) + 8 + length != size:
-        raise ValueError(
-            f"{file} has {size} bytes, its header says {max(ends, default=0) + 8 + length}; download it again"
-        )
+    """Read one file, lazily. Raises ValueError that names it, and the tensor, for what check_safetensors refuses."""
+    check_safetensors(file)
     try:
         return mx.load(str(file), format="safetensors")
     except RuntimeError as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def check_safetensors(file: Path) -> None:
+    """Raise ValueError unless the tensors, each named once, fill the file: no gap, no overlap, nothing after the last.
+
+    Source: the safetensors format, https://github.com/huggingface/safetensors.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little") if size >= 10 else 0
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{file} is not a safetensors file, or is cut off: {size} bytes with a header of {length}")
+        text = stream.read(length)
+    try:
+        header = parse_json(text, is_unique=True)
+        if not isinstance(header, dict):
+            raise ValueError(f"expected an object, got {type(header).__name__}")
+        texts = header.pop("__metadata__", None) or {}
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise ValueError("__metadata__ must be text by name")
+    except ValueError as error:
+        raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
+    places = sorted((*_place(file, name, entry), name) for name, entry in header.items())
+    reached = 0
+    for start, end, name in places:
+        if start != reached:
+            how = "overlaps the one before it" if start < reached else "has unused bytes before it"
+            raise ValueError(f"{file}: {name} {how}: it starts at byte {start} of the data, expected {reached}")
+        reached = end
+    if reached + 8 + length != size:
+        raise ValueError(f"{file} has {size} bytes, its header says {reached + 8 + length}; download it again")
+
+
+def _place(file: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Where the data of a tensor start and end. Raises ValueError if its size is not what type and shape need."""
+    kind, shape, offsets = (
+        map(entry.get, ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
+    )
+    if not isinstance(kind, str) or kind not in _ITEM_BYTES:
+        raise ValueError(f"{file}: {name} has the type {str(kind)[:40]!r}; expected one of {', '.join(_ITEM_BYTES)}")
+    if not _are_counts(shape) or max(shape, default=0) > _MAX_DIMENSION:
+        raise ValueError(f"{file}: {name} has the shape {str(shape)[:60]}; expected counts up to {_MAX_DIMENSION}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"{file}: {name} has the data_offsets {str(offsets)[:60]}; expected its first byte and its end"
+        )
+    needed = prod(shape) * _ITEM_BYTES[kind]
+    if offsets[1] - offsets[0] != needed:
+        raise ValueError(f"{file}: {name} has {offsets[1] - offsets[0]} bytes; {kind} of shape {shape} needs {needed}")
+    return tuple(offsets)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _check_shards(files: list[Path]) -> None:
