@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx_dflash.checkpoints.gguf import ARCHITECTURES
 from mlx_dflash.commands.errors import user_errors
-from mlx_dflash.files.gguf import gguf_architecture
+from mlx_dflash.files.gguf_header import gguf_architecture
 from mlx_dflash.files.hub import download_draft, draft_folder, file_inside, from_hub, local_path
 from mlx_dflash.files.safetensors import is_draft_config, read_config
 

@@ -3,6 +3,7 @@
 Reads, checks and writes files; knows what makes a folder a draft and nothing else of models.
 """
 
+import json
 import re
 from math import prod
 from pathlib import Path
