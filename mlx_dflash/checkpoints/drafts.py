@@ -4,6 +4,8 @@ One path for all drafts: config.json and tensors, each translated to z-lab's nam
 that the configuration describes. Knows nothing of targets and of generation.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,8 @@ def read_draft(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
             raise ValueError(
                 f"{path} holds a {kind!r} model, not a DFlash draft; load it with load, or pass it as --model"
             )
-        config = zlab_layout(config)
+        with _named(path):
+            config = zlab_layout(config)
         tensors = checkpoint.read_tensors(path)
         _add_mask(path, config, tensors)
     names = plain_names(tensors)
@@ -87,16 +90,49 @@ def build_draft(
 
     Raises ValueError that names a key or tensor for anything missing, unknown or misshapen.
     """
-    config = DraftConfig.from_dict(config_dict)
+    with _named(path):
+        config = DraftConfig.from_dict(config_dict)
     weights = _needed(weights, config)
+    _check_sizes(config, weights, path)
     draft = DraftModel(config, {name.split(".")[0] for name in weights} & set(DraftModel.OPTIONAL_PARTS), kernels)
     if config.quantization:
-        _quantize(draft, config.quantization, weights)
+        try:
+            _quantize(draft, config.quantization, weights)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: its quantization settings cannot be used: {error}") from error
     _check_weights(draft, weights, path)
     draft.load_weights(list(weights.items()))
     _check_token_ids(draft, path)
     draft.eval()
     return draft
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let errors about a config say whose it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_sizes(config: DraftConfig, weights: dict[str, mx.array], path: Path) -> None:
+    """Raise ValueError for sizes that the tensors cannot fill, before anything of that size is made."""
+    if config.num_layers > len(weights):
+        raise ValueError(f"{path} has num_hidden_layers {config.num_layers}, but no more than {len(weights)} tensors")
+    most = 16 * sum(weight.size for weight in weights.values())  # an element holds up to 16 packed numbers
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size * len(config.target_layer_ids),
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads x head_dim": config.num_heads * config.head_dim,
+        "num_key_value_heads x head_dim": config.num_kv_heads * config.head_dim,
+        "conv_kernel_size": config.conv_kernel_size or 0,
+        "selector_rank": config.selector_rank or 0,
+    }
+    for key, size in sizes.items():
+        if size > most:
+            raise ValueError(f"{path}: its {key} asks for {size} numbers in a row, all tensors together have {most}")
 
 
 def _add_mask(path: Path, config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
@@ -152,7 +188,7 @@ def _check_token_ids(draft: DraftModel, path: Path) -> None:
                 "which ones"
             )
         return
-    if mx.issubdtype(draft.d2t.dtype, mx.floating):
+    if not mx.issubdtype(draft.d2t.dtype, mx.integer):
         raise ValueError(f"{path}: d2t holds {draft.d2t.dtype}; expected whole numbers")
     ids = (draft.d2t.astype(mx.int64) + mx.arange(draft.d2t.size)).tolist()
     if min(ids) < 0 or max(ids) >= config.vocab_size or len(set(ids)) != len(ids):

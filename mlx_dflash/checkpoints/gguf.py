@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..draft.config import FULL, SLIDING
+from ..draft.config import FULL, MAX_LAYERS, SLIDING
 from ..files.gguf import GROUP_SIZE, GGUFFile
 from .gguf_keys import num_kv_heads, quantization, rope_scaling
 from .names import plain_name
@@ -65,14 +65,14 @@ def gguf_draft_config(gguf: GGUFFile) -> dict[str, Any]:
         "has_embed_tokens": "token_embd.weight" in gguf.directory,
         "has_lm_head": "output.weight" in gguf.directory,
     }
-    fc = gguf.entry("fc.weight").shape
-    if fc[1] % len(taps):
+    width = gguf.entry("fc.weight").shape[-1]
+    if not taps or width % len(taps):
         raise ValueError(
-            f"{gguf.path.name}: fc reads {fc[1]} features, which do not divide among {len(taps)} target layers"
+            f"{gguf.path.name}: fc reads {width} features, which do not divide among {len(taps)} target layers"
         )
-    config["target_hidden_size"] = fc[1] // len(taps)
+    config["target_hidden_size"] = width // len(taps)
     config |= {
-        "layer_types": _layer_types(gguf, prefix, config["num_hidden_layers"]),
+        "layer_types": _layer_types(gguf, prefix, gguf.value(prefix + "block_count", kind=int)),
         "rope_scaling": rope_scaling(gguf, prefix),
     }
     bits = {plain_name(n).removesuffix(".weight"): b for n, b in gguf.quantized_bits.items() if _stays_quantized(n)}
@@ -103,14 +103,16 @@ def _vocab_size(gguf: GGUFFile, prefix: str) -> int:
         return gguf.directory["output.weight"].shape[0]
     if prefix + "vocab_size" in gguf.metadata:
         return gguf.metadata[prefix + "vocab_size"]
-    return len(gguf.value("tokenizer.ggml.tokens"))
+    return len(gguf.value("tokenizer.ggml.tokens", kind=list))
 
 
 def _layer_types(gguf: GGUFFile, prefix: str, num_layers: int) -> list[str]:
     """From the sliding window and its pattern: per layer, or one full layer in every n, or all sliding."""
+    if not 0 < num_layers <= MAX_LAYERS:
+        raise ValueError(f"{gguf.path.name} has {num_layers} layers; can load 1 to {MAX_LAYERS}")
     if not gguf.value(prefix + "attention.sliding_window", 0):
         return [FULL] * num_layers
-    pattern = gguf.value(prefix + "attention.sliding_window_pattern", 0)
+    pattern = gguf.value(prefix + "attention.sliding_window_pattern", 0, kind=int | list)
     if isinstance(pattern, list):
         if len(pattern) != num_layers:
             raise ValueError(

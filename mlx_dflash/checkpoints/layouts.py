@@ -6,7 +6,7 @@ network, which are refused by name. Knows no tensors; what a key must hold is ch
 
 from typing import Any
 
-from ..draft.config import SLIDING, VERSION_2_KEYS, named_version
+from ..draft.config import MAX_LAYERS, SLIDING, VERSION_2_KEYS, named_version
 
 # Keys of relatives of DFlash: key -> what it says.
 _FOREIGN_KEYS = {
@@ -138,6 +138,9 @@ def _name_windows(config: dict[str, Any]) -> None:
         raise ValueError(
             "the draft's config.json sets use_swa without swa_window_size, the number of positions it reaches back"
         )
-    config |= {"sliding_window": window, "layer_types": [SLIDING] * (config.get("num_hidden_layers") or 0)}
+    config["sliding_window"] = window
+    num_layers = config.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers <= MAX_LAYERS:
+        config["layer_types"] = [SLIDING] * num_layers
     if config.get("is_causal") is None and nested.get("causal") is None:
         config["is_causal"] = False

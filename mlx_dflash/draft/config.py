@@ -5,7 +5,6 @@ and is not supported is refused by name; nothing is guessed.
 """
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -17,6 +16,8 @@ ARCHITECTURES = {
     "DFlash2Speculator": 2,
     "Qwen3DFlash2Model": 2,
 }  # name -> version of DFlash
+MAX_LAYERS, MAX_BLOCK_SIZE = 1024, 4096  # far beyond any draft; what a damaged config may ask for has no bound
+_MAX_INTEGER, _MAX_NUMBER = 2**31 - 1, 1e38  # what MLX can count to, and what a float32 holds
 VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -32,6 +33,21 @@ def named_version(config: dict[str, Any]) -> int:
     return ARCHITECTURES[name]
 
 
+# Numbers of rope_parameters: each must be above this one.
+_ROPE_NUMBERS = {
+    "rope_theta": 1,
+    "factor": 0,
+    "original_max_position_embeddings": 0,
+    "beta_fast": 0,
+    "beta_slow": 0,
+    "low_freq_factor": 0,
+    "high_freq_factor": 0,
+    "attention_factor": 0,
+    "mscale": -_MAX_NUMBER,
+    "mscale_all_dim": -_MAX_NUMBER,
+}
+
+
 class _Reader:
     """Reads keys of a config.json: the nested dflash_config wins over the top level."""
 
@@ -44,26 +60,28 @@ class _Reader:
         value = self.top.get(key) if value is None else value
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         value = self.get(key, default)
         if value is None:
             raise ValueError(f"the draft's config.json lacks {key!r}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"the draft's config.json has {key} = {value!r}; expected an integer >= {minimum}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise ValueError(
+                f"the draft's config.json has {key} = {_told(value)}; expected an integer >= {minimum} and <= {maximum}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float | None:
         value = self.get(key, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ValueError(f"the draft's config.json has {key} = {value!r}; expected a positive number")
+        if not _is_number(value) or value <= 0:
+            raise ValueError(f"the draft's config.json has {key} = {_told(value)}; expected a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"the draft's config.json has {key} = {value!r}; expected true or false")
+            raise ValueError(f"the draft's config.json has {key} = {_told(value)}; expected true or false")
         return value
 
 
@@ -135,10 +153,11 @@ class DraftConfig:
         reader = _Reader(config)
         if reader.top.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {reader.top['hidden_act']!r} is not supported; expected 'silu'")
-        num_layers = reader.integer("num_hidden_layers")
+        num_layers = reader.integer("num_hidden_layers", maximum=MAX_LAYERS)
         num_heads = reader.integer("num_attention_heads")
         hidden_size = reader.integer("hidden_size")
         vocab_size = reader.integer("vocab_size")
+        max_positions = reader.integer("max_position_embeddings", 32768)
         layer_types = _layer_types(reader, num_layers)
         rope_theta, rope_scaling = _rope(reader)
         fields = cls(
@@ -151,8 +170,8 @@ class DraftConfig:
             head_dim=reader.integer("head_dim", hidden_size // num_heads),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             vocab_size=vocab_size,
-            max_position_embeddings=reader.integer("max_position_embeddings", 32768),
-            block_size=reader.integer("block_size", 16, minimum=2),
+            max_position_embeddings=max_positions,
+            block_size=reader.integer("block_size", 16, 2, min(MAX_BLOCK_SIZE, max_positions)),
             mask_token_id=reader.integer("mask_token_id", minimum=0),
             target_layer_ids=_target_layer_ids(reader),
             num_target_layers=None if reader.get("num_target_layers") is None else reader.integer("num_target_layers"),
@@ -226,15 +245,15 @@ def _target_layer_ids(reader: _Reader) -> tuple[int, ...]:
         raise ValueError(
             "the draft's config.json lacks 'target_layer_ids': which target layers it was trained on is not guessed"
         )
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"target_layer_ids must be layer numbers from 0 on, got {ids}")
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"target_layer_ids must be layer numbers from 0 on, got {_told(ids)}")
     return tuple(ids)
 
 
 def _layer_types(reader: _Reader, num_layers: int) -> tuple[str, ...]:
     types = reader.get("layer_types") or [FULL] * num_layers
     if not isinstance(types, list) or len(types) != num_layers or not all(t in (FULL, SLIDING) for t in types):
-        raise ValueError(f"layer_types must hold {num_layers} of {FULL!r} and {SLIDING!r}, got {types}")
+        raise ValueError(f"layer_types must hold {num_layers} of {FULL!r} and {SLIDING!r}, got {_told(types)}")
     return tuple(types)
 
 
@@ -250,19 +269,13 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
     """The rope base and scaling, from either spelling; rope_parameters replaces both older keys."""
     parameters = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters and rope_scaling must be objects, got {parameters!r}")
+        raise ValueError(f"rope_parameters and rope_scaling must be objects, got {_told(parameters)}")
     scaling = dict(parameters)
     theta = scaling.pop("rope_theta", None) or reader.get("rope_theta", 10000.0)
     for key, value in {"rope_theta": theta, **scaling}.items():
-        if (
-            isinstance(value, float)
-            and not isfinite(value)
-            or key == "rope_theta"
-            and not (_is_number(theta) and theta > 1)
-        ):
-            raise ValueError(
-                f"the draft's config.json has {key} = {value!r}; expected a finite number, for the base one above 1"
-            )
+        least = _ROPE_NUMBERS.get(key)
+        if value is not None and least is not None and not (_is_number(value) and value > least):
+            raise ValueError(f"the draft's config.json has {key} = {_told(value)}; expected a number above {least:g}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind in ("default", "mrope"):
         # Text has the same position in all sections of a multimodal rope. A partial_rotary_factor here is the target's,
@@ -275,15 +288,21 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0, all channels rotated")
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", reader.integer("max_position_embeddings"))
-    if not _is_number(scaling.get("factor")) or scaling["factor"] <= 0:
-        raise ValueError(f"rope type {kind!r} needs a positive 'factor', got {scaling.get('factor')!r}")
+    if scaling.get("factor") is None:
+        raise ValueError(f"rope type {kind!r} needs a positive 'factor', got none")
     scaling["rope_type"] = kind
     scaling.pop("type", None)
     return float(theta), scaling
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_MAX_NUMBER < value < _MAX_NUMBER
+
+
+def _told(value: Any) -> str:
+    """A value in a message of one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _quantization(reader: _Reader) -> dict | None:
@@ -295,5 +314,5 @@ def _quantization(reader: _Reader) -> dict | None:
         raise ValueError(f"weights quantized by {method!r} are not supported; convert an unquantized draft")
     found = own if own is not None else other
     if found is not None and not (isinstance(found, dict) and {"group_size", "bits"} <= found.keys()):
-        raise ValueError(f"quantization must be an object with group_size and bits, got {found!r}")
+        raise ValueError(f"quantization must be an object with group_size and bits, got {_told(found)}")
     return found

@@ -34,16 +34,17 @@ class GGUFFile:
             self.tensors = self._read_with_mlx()
         else:
             self.tensors = _read_with_library(self.path, mx.float32 if unpacks else mx.float16)
-        if self.value("split.count", 1) > 1:
+        if self.value("split.count", 1, int) > 1:
             raise ValueError(f"{self.path.name} is one of {self.value('split.count')} parts; merge them into one file")
 
-    def value(self, key: str, default: Any = None) -> Any:
-        """The metadata under `key`; without a default, ValueError names the missing key."""
-        if key in self.metadata:
-            return self.metadata[key]
-        if default is None:
+    def value(self, key: str, default: Any = None, kind: Any = object) -> Any:
+        """The metadata under `key`; without a default, ValueError names a missing key. kind: its type, checked."""
+        if key not in self.metadata and default is None:
             raise ValueError(f"{self.path.name} has no {key} in its metadata")
-        return default
+        found = self.metadata.get(key, default)
+        if not isinstance(found, kind):
+            raise ValueError(f"{self.path.name} has {key} = {str(found)[:60]!r}; expected another type of value")
+        return found
 
     def entry(self, name: str) -> Entry:
         """The directory's line for a tensor; ValueError if the file lacks it."""
