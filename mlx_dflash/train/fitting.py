@@ -118,13 +118,22 @@ class Fit:
         found = self.run.load()
         if found is not None:
             state, counters = found
-            self.trainer.resume(state)
+            self._take(state, counters["step"])
             self.step, self.best = counters["step"], counters["best"]
         if self.trainer.shared(mx.array(self.step)).item() != self.step * self.group.size():
             raise ValueError(
                 f"this machine found a checkpoint of update {self.step} in {self.options.out}, others another one; "
                 "all need the same folder"
             )
+
+    def _take(self, state: dict[str, mx.array], step: int) -> None:
+        """Bring the trainer to a state, that after `step` updates."""
+        if step > self.trainer.recipe.steps:
+            raise ValueError(f"{self.options.out} has a checkpoint of update {step}, of {self.trainer.recipe.steps}")
+        try:
+            self.trainer.resume(state, step)
+        except ValueError as error:
+            raise ValueError(f"the state in {self.options.out}/checkpoint/state.safetensors: {error}") from error
 
     def _note(self, **line: Any) -> None:
         if self.is_first:

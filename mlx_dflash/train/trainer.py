@@ -145,8 +145,11 @@ class Trainer:
         weights = {f"draft.{k}": v for k, v in tree_flatten(self.draft.trainable_parameters())}
         return weights | {f"optimizer.{k}": v for k, v in tree_flatten(self.optimizer.state)}
 
-    def resume(self, state: dict[str, mx.array]) -> None:
-        """Go back to a state."""
+    def resume(self, state: dict[str, mx.array], step: int) -> None:
+        """Go back to a state, that after `step` updates. Raises ValueError that names a tensor for any other."""
+        _check_state(state, self.state())
+        if (found := state["optimizer.step"].item()) != step:
+            raise ValueError(f"optimizer.step is {found}, expected {step}, the updates that were made")
 
         def part(name: str) -> Any:
             return tree_unflatten([(k.partition(".")[2], v) for k, v in state.items() if k.startswith(f"{name}.")])
@@ -154,3 +157,19 @@ class Trainer:
         self.draft.update(part("draft"))
         self.optimizer.state = part("optimizer")
         mx.eval(self.draft.parameters(), self.optimizer.state)
+
+
+def _check_state(state: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    """Raise ValueError unless the names, shapes and types agree and the numbers are such as training makes."""
+    if missing := sorted(expected.keys() - state.keys()):
+        raise ValueError(f"{len(missing)} tensors are missing, among them {missing[0]}")
+    if unknown := sorted(state.keys() - expected.keys()):
+        raise ValueError(f"{len(unknown)} tensors are not part of this run, among them {unknown[0]}")
+    for name, wanted in expected.items():
+        found = state[name]
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            raise ValueError(f"{name} holds {found.dtype} {found.shape}, expected {wanted.dtype} {wanted.shape}")
+        if not mx.isfinite(found).all().item():
+            raise ValueError(f"{name} holds numbers that are not finite")
+        if name.startswith("optimizer.") and not name.endswith(".m") and (found < 0).any().item():
+            raise ValueError(f"{name} holds negative numbers, which AdamW never makes")
