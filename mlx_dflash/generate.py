@@ -5,7 +5,6 @@ The module can also be called: it is the function mlx_dflash.generate of api.py,
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -18,6 +17,7 @@ from .commands.loading import load_pair
 from .commands.progress import prefill_bar
 from .commands.sampling import check_sampling, sampler_from
 from .commands.templates import render_prompt
+from .files.json_text import parse_json
 
 # Flags that stream_generate takes under the same name.
 _OPTIONS = (
@@ -167,7 +167,7 @@ def _schema_text(text_or_file: str) -> str:
         with open(text_or_file, encoding="utf-8") as file:
             text = file.read()
     try:
-        schema = json.loads(text)
+        schema = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):

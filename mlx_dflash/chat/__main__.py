@@ -4,7 +4,6 @@ Knows argparse; what the flags mean is known where they are used.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from ..commands.errors import user_errors
 from ..commands.flags import add_model_flags, block_options
 from ..commands.loading import load_pair
 from ..demo import DEMO
+from ..files.json_text import parse_json
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     add = parser.add_argument
     add("--system-prompt", help="system message")
-    add("--chat-template-config", type=json.loads, default={}, help="JSON object of options for the chat template")
+    add("--chat-template-config", type=parse_json, default={}, help="JSON object of options for the chat template")
     for name, what in _HELP.items():
         default = getattr(Settings(), name)
         flags = [f"--{name.replace('_', '-')}", *(["-m"] if name == "max_tokens" else [])]

@@ -4,9 +4,11 @@ Knows the files; knows nothing of templates, of generation or of the terminal.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from ..caches.saved import load_prompt_cache, save_prompt_cache
+from ..files.json_text import parse_json, read_json
 from .conversation import Conversation
 
 CACHE_SUFFIX = ".safetensors"
@@ -41,8 +43,7 @@ def load(conversation: Conversation, file_name: str, pair: dict[str, str]) -> bo
     conversation.
     """
     if not file_name.endswith(CACHE_SUFFIX):
-        with open(file_name) as file:
-            _resume(conversation, json.load(file))
+        _resume(conversation, read_json(Path(file_name)))
         return False
     caches, metadata = load_prompt_cache(file_name, return_metadata=True)
     if _KEY not in metadata:
@@ -52,7 +53,7 @@ def load(conversation: Conversation, file_name: str, pair: dict[str, str]) -> bo
     for name, expected in pair.items():
         if metadata.get(name) != expected:
             raise ValueError(f"{file_name} was saved with the {name} {metadata.get(name)}, this chat has {expected}")
-    record = json.loads(metadata[_KEY])
+    record = parse_json(metadata[_KEY])
     _resume(conversation, record)
     if record["drafting"] != conversation.drafting or len(caches) != len(conversation.caches):
         return False

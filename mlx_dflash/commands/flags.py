@@ -4,7 +4,6 @@ Knows argparse and the names that mlx-lm gives these flags; knows nothing of mod
 """
 
 import argparse
-import json
 import os
 import select
 import stat
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..block_size import AUTO, chosen_block_size
 from ..checkpoints.known_pairs import NO_DRAFT
+from ..files.json_text import parse_json
 
 _GREETING = "hello"  # as mlx-lm
 _PATIENCE = 1.0  # seconds that a pipe gets to bring the beginning of a prompt
@@ -60,7 +60,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     add("--prefill-response", help="text that the answer begins with")
     add("--ignore-chat-template", action="store_true", help="use the message as the prompt, without the chat template")
     add("--use-default-chat-template", action="store_true", help="use the tokenizer's default chat template")
-    add("--chat-template-config", type=json.loads, default={}, help="JSON object of options for the chat template")
+    add("--chat-template-config", type=parse_json, default={}, help="JSON object of options for the chat template")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,10 @@
 """The target and the draft that the flags name. Knows the flags; how a pair is loaded by name is pair.py's."""
 
 import argparse
-import json
 from typing import Any
 
 from ..demo import DEMO
+from ..files.json_text import parse_json
 
 
 def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) -> tuple[Any, Any, Any]:
@@ -33,7 +33,7 @@ def _saved_config(metadata: dict[str, str]) -> dict[str, Any]:
     """Return the tokenizer options that a saved prompt cache holds; what it may run is never one of them."""
     text = metadata.get("tokenizer_config", "{}")
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except ValueError:
         config = None
     if not isinstance(config, dict):

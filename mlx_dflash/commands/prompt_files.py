@@ -3,13 +3,14 @@
 Knows file formats and the tokenizer's chat template; knows nothing of models.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+
+from ..files.json_text import parse_json
 
 _KEYS = ("prompt", "messages", "text")
 
@@ -86,7 +87,7 @@ def _read(path: Path, tokenizer: Any, is_answered: bool) -> list[Prompt]:
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.decode().strip()}
+                entry = parse_json(line) if path.suffix == ".jsonl" else {"prompt": line.decode().strip()}
                 prompts.append(_prompt(entry, tokenizer, is_answered))
             except (ValueError, TemplateError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..files.folders import write_file
+from ..files.json_text import read_json
 from ..files.places import cache_folder
 from .call import metal_source
 
@@ -39,18 +40,22 @@ class Record:
 
     def find(self, shape: str) -> dict | None:
         """Return the verdict on a shape in this environment, or None."""
-        return self._read().get(environment(), {}).get(shape) if self.path else None
+        found = self._read()[environment()].get(shape) if self.path else None
+        return found if isinstance(found, dict) else None
 
     def keep(self, shape: str, verdict: dict) -> None:
         """Remember a verdict; the file is replaced whole, so a reader never sees half of it."""
         if self.path is None:
             return
         verdicts = self._read()
-        verdicts.setdefault(environment(), {})[shape] = verdict
+        verdicts[environment()][shape] = verdict
         write_file(self.path, json.dumps(verdicts, indent=1))
 
     def _read(self) -> dict:
+        """Return what the file holds, with a place for this environment; a broken file costs a self-check, no more."""
         try:
-            return json.loads(self.path.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):  # a broken file costs a self-check, nothing else
-            return {}
+            found = read_json(self.path)
+        except (FileNotFoundError, ValueError):
+            found = {}
+        own = found.get(environment())
+        return found | {environment(): own if isinstance(own, dict) else {}}

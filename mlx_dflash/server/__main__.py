@@ -4,13 +4,13 @@ Knows argparse; what the flags mean is known where they are used.
 """
 
 import argparse
-import json
 import logging
 import sys
 from typing import TYPE_CHECKING
 
 from ..commands.errors import user_errors
 from ..commands.flags import add_filter_flags, add_model_flags
+from ..files.json_text import parse_json
 
 if TYPE_CHECKING:
     from .handler import Server
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     add("--log-level", default="INFO", choices=levels, help="least level of what is logged (default: %(default)s)")
     add("--chat-template", default="", help="chat template to use instead of the tokenizer's")
-    add("--chat-template-args", type=json.loads, default={}, help="JSON object of options for the chat template")
+    add("--chat-template-args", type=parse_json, default={}, help="JSON object of options for the chat template")
     add_filter_flags(parser.add_argument_group("sampling", "for requests that do not say otherwise"))
     number("--max-tokens", 512, "length of an answer in tokens, for requests that do not say otherwise")
     number("--max-tokens-limit", 32768, "longest answer that a request may ask for, in tokens")

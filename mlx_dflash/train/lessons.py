@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..files.folders import write_file
+from ..files.json_text import read_json
 from ..models.probe import probe
 from ..models.structure import Structure
 from ..models.taps import features_of, tapped
@@ -119,7 +120,7 @@ class LessonStore:
         about, description = folder / "about.json", {**description, "dtype": str(dtype)}
         if not about.exists():
             write_file(about, json.dumps(description))
-        found = json.loads(about.read_text())
+        found = read_json(about)
         if found != description:
             raise ValueError(
                 f"{folder} holds lessons of {found}, not of {description}; remove it or choose another folder"

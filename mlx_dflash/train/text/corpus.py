@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...files.json_text import parse_json
 from ..files import open_alone, refuse_other
 
 FORMAT = "mlx_dflash training text 1"
@@ -89,8 +90,8 @@ def read_header(path: str | Path) -> dict[str, Any]:
     with open(path, encoding="utf-8", errors="replace") as file:
         line = file.readline()
     try:
-        header = json.loads(line)
-    except json.JSONDecodeError:
+        header = parse_json(line)
+    except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(
@@ -108,7 +109,7 @@ def read_corpus(path: str | Path) -> Iterator[Sample]:
         next(file)
         for number, line in enumerate(file, 2):
             try:
-                yield _sample(json.loads(line), vocab_size)
+                yield _sample(parse_json(line), vocab_size)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
@@ -126,4 +127,6 @@ def _sample(fields: Any, vocab_size: int) -> Sample:
         )
     if type(length) is not int or not 0 < length <= len(tokens):
         raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {length!r}")
+    if type(sample.source) is not int or not isinstance(sample.kind, str) or type(sample.is_greedy) is not bool:
+        raise ValueError("source must be a number, kind text, and is_greedy true or false")
     return sample

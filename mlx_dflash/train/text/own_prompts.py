@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateError
 
 from ...commands.prompt_files import Prompt, read_prompts
 from ...commands.templates import render
+from ...files.json_text import parse_json
 from ..files import open_alone
 from .answers import Style
 from .corpus import Sample
@@ -110,7 +111,7 @@ def _whole_bytes(content: bytes) -> int:
 def _is_json(text: bytes) -> bool:
     """Whether a line is whole."""
     try:
-        json.loads(text)
+        parse_json(text)
     except ValueError:
         return False
     return True
