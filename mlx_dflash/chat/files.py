@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches.saved import load_prompt_cache, save_prompt_cache
-from ..files.json_text import parse_json, read_json
+from ..files.json_text import parse_json, read_json, told
 from .conversation import Conversation
 
 CACHE_SUFFIX = ".safetensors"
@@ -43,7 +43,7 @@ def load(conversation: Conversation, file_name: str, pair: dict[str, str]) -> bo
     conversation.
     """
     if not file_name.endswith(CACHE_SUFFIX):
-        _resume(conversation, read_json(Path(file_name)))
+        _resume(conversation, read_json(Path(file_name)), file_name)
         return False
     caches, metadata = load_prompt_cache(file_name, return_metadata=True)
     if _KEY not in metadata:
@@ -52,23 +52,44 @@ def load(conversation: Conversation, file_name: str, pair: dict[str, str]) -> bo
         )
     for name, expected in pair.items():
         if metadata.get(name) != expected:
-            raise ValueError(f"{file_name} was saved with the {name} {metadata.get(name)}, this chat has {expected}")
-    record = parse_json(metadata[_KEY])
-    _resume(conversation, record)
-    if record["drafting"] != conversation.drafting or len(caches) != len(conversation.caches):
+            raise ValueError(
+                f"{file_name} was saved with the {name} {told(metadata.get(name))[1:-1]}, this chat has {expected}"
+            )
+    try:
+        record = parse_json(metadata[_KEY])
+    except ValueError as error:
+        raise ValueError(f"{file_name}: its record of a conversation is not valid JSON: {error}") from error
+    _resume(conversation, record, file_name)
+    pieces = record.get("pieces")
+    if not isinstance(pieces, list) or not all(_is_piece(piece) for piece in pieces):
+        raise ValueError(f"{file_name}: expected pieces, a list of pairs of text and token ids, got {told(pieces)}")
+    if record.get("drafting") != conversation.drafting or len(caches) != len(conversation.caches):
         return False
-    conversation.caches, conversation.pieces = caches, [(text, tokens) for text, tokens in record["pieces"]]
+    conversation.caches, conversation.pieces = caches, [(text, tokens) for text, tokens in pieces]
     return True
 
 
-def _resume(conversation: Conversation, record: Any) -> None:
+def _is_piece(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and [type(part) for part in value] == [str, list]
+        and all(type(token) is int and 0 <= token < 2**31 for token in value[1])
+    )
+
+
+def _resume(conversation: Conversation, record: Any, file_name: str) -> None:
     """Give a conversation the messages of a record, and empty caches."""
-    messages = record.get("messages") if isinstance(record, dict) else None
+    record = record if isinstance(record, dict) else {}
+    messages, system = record.get("messages"), record.get("system")
     if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
     ):
         raise ValueError(
-            "expected a saved conversation: an object with the key 'messages', a list of objects with role and content"
+            f"{file_name}: expected a saved conversation: an object with the key 'messages', a list of objects with "
+            "role and content, both text"
         )
+    if system is not None and not isinstance(system, str):
+        raise ValueError(f"{file_name}: the system message must be text, got {told(system)}")
     conversation.reset()
-    conversation.messages, conversation.system = messages, record.get("system")
+    conversation.messages, conversation.system = messages, system

@@ -7,6 +7,7 @@ network, which are refused by name. Knows no tensors; what a key must hold is ch
 from typing import Any
 
 from ..draft.config import MAX_LAYERS, SLIDING, VERSION_2_KEYS, named_version
+from ..files.json_text import told
 
 # Keys of relatives of DFlash: key -> what it says.
 _FOREIGN_KEYS = {
@@ -72,14 +73,14 @@ def _refuse_relatives(config: dict[str, Any]) -> None:
         for word, what in _FOREIGN_NAMES.items():
             if word in str(name).lower():
                 raise ValueError(
-                    f"the draft's config.json says {name!r}: {what}; it is not plain DFlash and is not supported"
+                    f"the draft's config.json says {told(name)}: {what}; it is not plain DFlash and is not supported"
                 )
     for key, what in _FOREIGN_KEYS.items():
         if nested.get(key) or config.get(key):
             raise ValueError(f"the draft's config.json has {key}: {what}; it is not plain DFlash and is not supported")
     projector = nested.get("projector_type") or config.get("projector_type")
     if projector not in (None, "dflash"):
-        raise ValueError(f"projector_type {projector!r} is not plain DFlash; its draft needs another network")
+        raise ValueError(f"projector_type {told(projector)} is not plain DFlash; its draft needs another network")
     named_version(config)
 
 
@@ -91,7 +92,7 @@ def _from_speculators(config: dict[str, Any]) -> dict[str, Any]:
     """speculators' layout: the backbone in transformer_layer_config, the rest next to it."""
     kind = config["speculators_model_type"]
     if kind not in ("dflash", "dflash2"):
-        raise ValueError(f"speculators_model_type {kind!r} is not supported; expected 'dflash' or 'dflash2'")
+        raise ValueError(f"speculators_model_type {told(kind)} is not supported; expected 'dflash' or 'dflash2'")
     backbone = config.get("transformer_layer_config")
     if not backbone:
         raise ValueError(
@@ -121,7 +122,7 @@ def _number_taps(config: dict[str, Any]) -> None:
         return
     if not isinstance(aux, list) or not all(isinstance(i, int) and i >= 1 for i in aux):
         raise ValueError(
-            f"aux hidden state layer ids must be numbers from 1 on, where layer l is l + 1; got {aux}. If they are "
+            f"aux hidden state layer ids must be numbers from 1 on, where layer l is l + 1; got {told(aux)}. If they are "
             "layer numbers already, name them target_layer_ids in dflash_config"
         )
     nested["target_layer_ids"] = [i - 1 for i in aux]

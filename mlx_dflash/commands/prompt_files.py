@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from ..files.json_text import parse_json
+from ..files.json_text import parse_json, told
 
 _KEYS = ("prompt", "messages", "text")
 
@@ -101,10 +101,10 @@ def _prompt(entry: Any, tokenizer: Any, is_answered: bool) -> Prompt:
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     given = [key for key in _KEYS if key in entry]
     if len(given) != 1:
-        raise ValueError(f"expected one of {', '.join(_KEYS)}, got the keys {sorted(entry)}")
+        raise ValueError(f"expected one of {', '.join(_KEYS)}, got the keys {told(sorted(entry))}")
     kind = entry.get("class", "")
     if not isinstance(kind, str):
-        raise ValueError(f"class must be text, got {kind!r}")
+        raise ValueError(f"class must be text, got {told(kind)}")
     if given == ["text"]:
         ids = tokenizer.encode(_string(entry, "text"))
         if not ids:
@@ -132,7 +132,7 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 def _string(entry: dict[str, Any], key: str) -> str:
     value = entry.get(key)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} must be text, got {value!r}")
+        raise ValueError(f"{key} must be text, got {told(value)}")
     return value
 
 
@@ -141,6 +141,6 @@ def _check_messages(messages: Any, last: str) -> None:
         raise ValueError("messages must be a list of objects with role and content")
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"each message needs a role and a content, both text; got {message!r}")
+            raise ValueError(f"each message needs a role and a content, both text; got {told(message)}")
     if messages[-1]["role"] != last:
-        raise ValueError(f"the last message must be the {last}'s, got {messages[-1]['role']!r}")
+        raise ValueError(f"the last message must be the {last}'s, got {told(messages[-1]['role'])}")

@@ -7,6 +7,8 @@ and is not supported is refused by name; nothing is guessed.
 from dataclasses import dataclass
 from typing import Any
 
+from ..files.json_text import told
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 ARCHITECTURES = {
     "DFlashDraftModel": 1,
@@ -29,7 +31,7 @@ def named_version(config: dict[str, Any]) -> int:
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else "DFlashDraftModel"
     if name not in ARCHITECTURES:
-        raise ValueError(f"the draft's architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"the draft's architecture is {told(name)}; expected one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 
@@ -66,7 +68,7 @@ class _Reader:
             raise ValueError(f"the draft's config.json lacks {key!r}")
         if type(value) is not int or not minimum <= value <= maximum:
             raise ValueError(
-                f"the draft's config.json has {key} = {_told(value)}; expected an integer >= {minimum} and <= {maximum}"
+                f"the draft's config.json has {key} = {told(value)}; expected an integer >= {minimum} and <= {maximum}"
             )
         return value
 
@@ -75,13 +77,13 @@ class _Reader:
         if value is None:
             return None
         if not _is_number(value) or value <= 0:
-            raise ValueError(f"the draft's config.json has {key} = {_told(value)}; expected a positive number")
+            raise ValueError(f"the draft's config.json has {key} = {told(value)}; expected a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"the draft's config.json has {key} = {_told(value)}; expected true or false")
+            raise ValueError(f"the draft's config.json has {key} = {told(value)}; expected true or false")
         return value
 
 
@@ -152,7 +154,7 @@ class DraftConfig:
         """
         reader = _Reader(config)
         if reader.top.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {reader.top['hidden_act']!r} is not supported; expected 'silu'")
+            raise ValueError(f"hidden_act {told(reader.top['hidden_act'])} is not supported; expected 'silu'")
         num_layers = reader.integer("num_hidden_layers", maximum=MAX_LAYERS)
         num_heads = reader.integer("num_attention_heads")
         hidden_size = reader.integer("hidden_size")
@@ -246,14 +248,14 @@ def _target_layer_ids(reader: _Reader) -> tuple[int, ...]:
             "the draft's config.json lacks 'target_layer_ids': which target layers it was trained on is not guessed"
         )
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"target_layer_ids must be layer numbers from 0 on, got {_told(ids)}")
+        raise ValueError(f"target_layer_ids must be layer numbers from 0 on, got {told(ids)}")
     return tuple(ids)
 
 
 def _layer_types(reader: _Reader, num_layers: int) -> tuple[str, ...]:
     types = reader.get("layer_types") or [FULL] * num_layers
     if not isinstance(types, list) or len(types) != num_layers or not all(t in (FULL, SLIDING) for t in types):
-        raise ValueError(f"layer_types must hold {num_layers} of {FULL!r} and {SLIDING!r}, got {_told(types)}")
+        raise ValueError(f"layer_types must hold {num_layers} of {FULL!r} and {SLIDING!r}, got {told(types)}")
     return tuple(types)
 
 
@@ -269,27 +271,29 @@ def _rope(reader: _Reader) -> tuple[float, dict | None]:
     """The rope base and scaling, from either spelling; rope_parameters replaces both older keys."""
     parameters = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters and rope_scaling must be objects, got {_told(parameters)}")
+        raise ValueError(f"rope_parameters and rope_scaling must be objects, got {told(parameters)}")
     scaling = dict(parameters)
     theta = scaling.pop("rope_theta", None) or reader.get("rope_theta", 10000.0)
     for key, value in {"rope_theta": theta, **scaling}.items():
         least = _ROPE_NUMBERS.get(key)
         if value is not None and least is not None and not (_is_number(value) and value > least):
-            raise ValueError(f"the draft's config.json has {key} = {_told(value)}; expected a number above {least:g}")
+            raise ValueError(f"the draft's config.json has {key} = {told(value)}; expected a number above {least:g}")
+        if least is not None and key in scaling and type(value) is int and value > _MAX_INTEGER:
+            scaling[key] = float(value)  # MLX takes no larger integers
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind in ("default", "mrope"):
         # Text has the same position in all sections of a multimodal rope. A partial_rotary_factor here is the target's,
         # copied by the exporter: drafts without scaling rotate all channels.
         return float(theta), None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn")
+        raise ValueError(f"rope type {told(kind)} is not supported; expected default, linear, llama3 or yarn")
     partial = scaling.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor {partial} is not supported; expected 1.0, all channels rotated")
+        raise ValueError(f"partial_rotary_factor {told(partial)} is not supported; expected 1.0, all channels rotated")
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", reader.integer("max_position_embeddings"))
     if scaling.get("factor") is None:
-        raise ValueError(f"rope type {kind!r} needs a positive 'factor', got none")
+        raise ValueError(f"rope type {told(kind)} needs a positive 'factor', got none")
     scaling["rope_type"] = kind
     scaling.pop("type", None)
     return float(theta), scaling
@@ -299,20 +303,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_MAX_NUMBER < value < _MAX_NUMBER
 
 
-def _told(value: Any) -> str:
-    """A value in a message of one line."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
 def _quantization(reader: _Reader) -> dict | None:
     """MLX's own quantization settings; other tools' are refused by name."""
     own = reader.top.get("quantization")
     other = reader.top.get("quantization_config")
     if own is None and isinstance(other, dict) and "group_size" not in other:
         method = other.get("quant_method") or other.get("quant_algo") or "unknown"
-        raise ValueError(f"weights quantized by {method!r} are not supported; convert an unquantized draft")
+        raise ValueError(f"weights quantized by {told(method)} are not supported; convert an unquantized draft")
     found = own if own is not None else other
     if found is not None and not (isinstance(found, dict) and {"group_size", "bits"} <= found.keys()):
-        raise ValueError(f"quantization must be an object with group_size and bits, got {_told(found)}")
+        raise ValueError(f"quantization must be an object with group_size and bits, got {told(found)}")
     return found

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .json_text import told
+
 # Number of a tensor's type in the file: its name, the values of a block, and the bytes of a block.
 _TYPES = {
     0: ("F32", 1, 4),
@@ -79,17 +81,17 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         metadata: dict[str, Any] = {}
         for key, value in header.values():
             if key in metadata:
-                raise ValueError(f"{path.name} has {key} twice in its metadata")
+                raise ValueError(f"{path.name} has {told(key)[1:-1]} twice in its metadata")
             metadata[key] = value
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise ValueError(f"{path.name} has general.alignment {str(alignment)[:40]}; expected a power of two")
+            raise ValueError(f"{path.name} has general.alignment {told(alignment)}; expected a power of two")
         lines = [header.line(f"tensor {i + 1} of {header.num_tensors}") for i in range(header.num_tensors)]
         data = -(-header.position // alignment) * alignment
         directory: dict[str, Entry] = {}
         for name, kind, shape, offset in lines:
             if name in directory:
-                raise ValueError(f"{path.name} has the tensor {name} twice")
+                raise ValueError(f"{path.name} has the tensor {told(name)[1:-1]} twice")
             directory[name] = Entry(kind, shape, data + offset)
         _check_places(path, directory, data, alignment)
     return metadata, directory
@@ -110,10 +112,12 @@ def _check_places(path: Path, directory: dict[str, Entry], data: int, alignment:
     for name, entry in sorted(directory.items(), key=lambda item: item[1].start):
         expected = -(-reached // alignment) * alignment
         if entry.start != expected:
-            raise ValueError(f"{path.name}: {name} starts at byte {entry.start}, expected {expected}: is it damaged?")
+            raise ValueError(
+                f"{path.name}: {told(name)[1:-1]} starts at byte {entry.start}, expected {expected}: is it damaged?"
+            )
         reached = entry.start + entry.num_bytes
         if reached > size:
-            raise ValueError(f"{path.name} is cut off: {name} ends at byte {reached} of {size}")
+            raise ValueError(f"{path.name} is cut off: {told(name)[1:-1]} ends at byte {reached} of {size}")
     if directory and size - reached >= alignment:
         raise ValueError(f"{path.name} has {size} bytes, its header says {reached}: is it damaged?")
 
@@ -143,7 +147,7 @@ class _Header:
         left = len(self.content) - self.position
         if num_bytes > left:
             raise ValueError(
-                f"{self.path.name} is cut off or damaged: {what[:200]} needs {num_bytes} bytes, {left} are left"
+                f"{self.path.name} is cut off or damaged: {told(what)[1:-1]} needs {num_bytes} bytes, {left} are left"
             )
 
     def take(self, num_bytes: int, what: str) -> bytes:
@@ -162,7 +166,7 @@ class _Header:
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path.name}: {what[:200]} is no UTF-8 text") from error
+            raise ValueError(f"{self.path.name}: {told(what)[1:-1]} is no UTF-8 text") from error
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Read the metadata, in the order of the file."""
@@ -175,7 +179,7 @@ class _Header:
         if kind == _STRING:
             return self.text(what)
         if kind not in _NUMBERS:
-            raise ValueError(f"{self.path.name}: {what[:200]} has the type {kind}, which GGUF does not know")
+            raise ValueError(f"{self.path.name}: {told(what)[1:-1]} has the type {kind}, which GGUF does not know")
         (value,) = self.numbers(_NUMBERS[kind], what)
         # The shortest decimal of the float32: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if _NUMBERS[kind] == "f" else value
@@ -186,7 +190,9 @@ class _Header:
             self.room(8 * length, what)
             return [self.text(what) for _ in range(length)]
         if kind not in _NUMBERS:
-            raise ValueError(f"{self.path.name}: {what[:200]} is a list of type {kind}; expected numbers or strings")
+            raise ValueError(
+                f"{self.path.name}: {told(what)[1:-1]} is a list of type {kind}; expected numbers or strings"
+            )
         dtype = np.dtype("u1" if _NUMBERS[kind] == "?" else "<" + _NUMBERS[kind])
         found = np.frombuffer(self.take(length * dtype.itemsize, what), dtype)
         return (found != 0 if _NUMBERS[kind] == "?" else found).tolist()
@@ -197,15 +203,15 @@ class _Header:
         (num_dims,) = self.numbers("I", name)
         if not 1 <= num_dims <= _MAX_DIMENSIONS:
             raise ValueError(
-                f"{self.path.name}: {name[:200]} has {num_dims} dimensions; can read 1 to {_MAX_DIMENSIONS}"
+                f"{self.path.name}: {told(name)[1:-1]} has {num_dims} dimensions; can read 1 to {_MAX_DIMENSIONS}"
             )
         *dims, kind, offset = self.numbers(f"{num_dims}QIQ", name)
         if kind not in _TYPES:
-            raise ValueError(f"{self.path.name}: {name[:200]} is stored as type {kind}, which cannot be read")
+            raise ValueError(f"{self.path.name}: {told(name)[1:-1]} is stored as type {kind}, which cannot be read")
         stored, values, _ = _TYPES[kind]
         if not all(1 <= n <= _MAX_DIMENSION for n in dims) or dims[0] % values:
             raise ValueError(
-                f"{self.path.name}: {name[:200]} has the shape {dims[::-1]}; expected sizes from 1 to "
+                f"{self.path.name}: {told(name)[1:-1]} has the shape {dims[::-1]}; expected sizes from 1 to "
                 f"{_MAX_DIMENSION}, the last one a multiple of {values} for {stored}"
             )
         return name, stored, tuple(reversed(dims)), offset

@@ -34,11 +34,17 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def told(value: Any) -> str:
+    """Return a value as it is written in a message of one line, cut off where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key!r} stands there twice")
+            raise ValueError(f"{told(key)} stands there twice")
         found[key] = value
     return found
 

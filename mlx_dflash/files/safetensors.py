@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .json_text import parse_json, read_json
+from .json_text import parse_json, read_json, told
 from .torch_pickle import read_torch_file
 
 INDEX = "model.safetensors.index.json"
@@ -48,12 +48,12 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
         mapping = read_json(folder / INDEX).get("weight_map")
         if not isinstance(mapping, dict) or not mapping:
             raise ValueError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
-        if strange := [n for n in mapping.values() if not isinstance(n, str) or Path(n).name != n]:
-            raise ValueError(f"{folder / INDEX} names the file {strange[0]!r}; expected files of the same folder")
+        if strange := [n for n in mapping.values() if not isinstance(n, str) or Path(n).name != n or len(n) > 255]:
+            raise ValueError(f"{folder / INDEX} names the file {told(strange[0])}; expected files of the same folder")
     files = sorted({folder / name for name in mapping.values()} if mapping else folder.glob("*.safetensors"))
     absent = [f.name for f in files if not f.is_file()]
     if absent or not files:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(absent) or 'safetensors files'}")
+        raise FileNotFoundError(f"{folder} lacks {', '.join(absent[:5]) or 'safetensors files'}")
     if mapping is None and len(files) > 1:
         _check_shards(files)
     tensors: dict[str, mx.array] = {}
@@ -65,7 +65,7 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
             raise ValueError(f"{folder} holds {twice[0]} twice, the second time in {file.name}")
         tensors |= found
     if lost := sorted(set(mapping or ()) - tensors.keys()):
-        raise ValueError(f"{folder / INDEX} promises tensors that its files do not hold: {', '.join(lost[:5])}")
+        raise ValueError(f"{folder / INDEX} promises tensors that its files do not hold: {told(', '.join(lost[:5]))[1:-1]}")
     return tensors
 
 
@@ -98,7 +98,7 @@ def check_safetensors(file: Path) -> None:
             raise ValueError("__metadata__ must be text by name")
     except ValueError as error:
         raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
-    places = sorted((*_place(file, name, entry), name) for name, entry in header.items())
+    places = sorted((*_place(file, name, entry), told(name)[1:-1]) for name, entry in header.items())
     reached = 0
     for start, end, name in places:
         if start != reached:
@@ -111,17 +111,16 @@ def check_safetensors(file: Path) -> None:
 
 def _place(file: Path, name: str, entry: Any) -> tuple[int, int]:
     """Where the data of a tensor start and end. Raises ValueError if its size is not what type and shape need."""
+    name = told(name)[1:-1]
     kind, shape, offsets = (
         map(entry.get, ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
     )
     if not isinstance(kind, str) or kind not in _ITEM_BYTES:
-        raise ValueError(f"{file}: {name} has the type {str(kind)[:40]!r}; expected one of {', '.join(_ITEM_BYTES)}")
+        raise ValueError(f"{file}: {name} has the type {told(kind)}; expected one of {', '.join(_ITEM_BYTES)}")
     if not _are_counts(shape) or max(shape, default=0) > _MAX_DIMENSION:
-        raise ValueError(f"{file}: {name} has the shape {str(shape)[:60]}; expected counts up to {_MAX_DIMENSION}")
+        raise ValueError(f"{file}: {name} has the shape {told(shape)}; expected counts up to {_MAX_DIMENSION}")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(
-            f"{file}: {name} has the data_offsets {str(offsets)[:60]}; expected its first byte and its end"
-        )
+        raise ValueError(f"{file}: {name} has the data_offsets {told(offsets)}; expected its first byte and its end")
     needed = prod(shape) * _ITEM_BYTES[kind]
     if offsets[1] - offsets[0] != needed:
         raise ValueError(f"{file}: {name} has {offsets[1] - offsets[0]} bytes; {kind} of shape {shape} needs {needed}")
@@ -161,7 +160,7 @@ def read_mask_embedding(folder: Path) -> tuple[mx.array | None, int | None]:
     if not isinstance(held, mx.array) or held.ndim not in (1, 2) or held.size != held.shape[-1]:
         raise ValueError(f"{file} must hold one vector, bare or in a dict as 'embedding' or 'mask_embedding'")
     if token is not None and not isinstance(token, int):
-        raise ValueError(f"{file} has mask_token_id {token!r}; expected a number")
+        raise ValueError(f"{file} has a mask_token_id of type {type(token).__name__}; expected a number")
     return held.reshape(-1), token
 
 

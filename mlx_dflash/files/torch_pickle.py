@@ -8,13 +8,17 @@ Source: the zip format of torch.save (torch 1.6 on) and Python's pickletools.
 import io
 import pickle
 import pickletools
+import struct
 import zipfile
+import zlib
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
+
+from .json_text import told
 
 _DTYPES = {
     "FloatStorage": (np.float32, mx.float32),
@@ -30,7 +34,9 @@ _OPCODES = set(
     "BINUNICODE8 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT "
     "LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE".split()
 )
-_DAMAGE = (IndexError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError)
+# What Python's unpickler and its reader of zip files raise for bytes that make no sense.
+_DAMAGE = (IndexError, KeyError, TypeError, AttributeError, EOFError, OverflowError, OSError, pickle.UnpicklingError)
+_DAMAGE += (NotImplementedError, RuntimeError, struct.error, zlib.error)
 
 
 def read_torch_file(path: str | Path) -> Any:
@@ -38,22 +44,28 @@ def read_torch_file(path: str | Path) -> Any:
 
     Raises ValueError for anything else in it, for a damaged file, and for torch's format before 1.6.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [n for n in archive.namelist() if n.endswith("/data.pkl")]
-            if len(names) != 1:
-                raise ValueError("is a zip file without one data.pkl; expected what torch.save writes")
-            if archive.getinfo(names[0]).file_size > _MAX_PICKLE:
-                raise ValueError(f"describes its tensors in more than {_MAX_PICKLE} bytes; expected one small tensor")
-            pickled = archive.read(names[0])
-            _check_opcodes(pickled)
-            return _Tensors(pickled, archive, names[0].removesuffix("data.pkl")).load()
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is not what torch.save (1.6 or later) writes: {error}") from error
-    except _DAMAGE as error:
-        raise ValueError(f"{path} is damaged, or holds something else than tensors: {error!r}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
+    # Opened here, so that an error of the disk is not taken for a damaged file.
+    with open(path, "rb") as file:
+        try:
+            return _read(file)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is not what torch.save (1.6 or later) writes: {told(str(error))}") from error
+        except _DAMAGE as error:
+            raise ValueError(f"{path} is damaged, or holds something else than tensors: {told(error)}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} {' '.join(str(error).split())[:300]}") from error
+
+
+def _read(file: BinaryIO) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        names = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise ValueError("is a zip file without one data.pkl; expected what torch.save writes")
+        if archive.getinfo(names[0]).file_size > _MAX_PICKLE:
+            raise ValueError(f"describes its tensors in more than {_MAX_PICKLE} bytes; expected one small tensor")
+        pickled = archive.read(names[0])
+        _check_opcodes(pickled)
+        return _Tensors(pickled, archive, names[0].removesuffix("data.pkl")).load()
 
 
 def _check_opcodes(pickled: bytes) -> None:

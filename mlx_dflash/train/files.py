@@ -4,6 +4,8 @@ import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..files.json_text import told
+
 
 def open_alone(path: Path) -> TextIO:
     """Open a file to append to, until it is closed for this process alone. Raises ValueError if another one has it."""
@@ -20,5 +22,5 @@ def refuse_other(path: Path, found: dict[str, Any], wanted: dict[str, Any], reme
     """Raise ValueError that names what differs if a file was begun with other settings. remedy: what to choose."""
     keys = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
     if keys:
-        told = "; ".join(f"{key} {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
-        raise ValueError(f"{path} was begun with {told}; choose {remedy}")
+        parts = "; ".join(f"{told(key)[1:-1]} {told(found.get(key))}, now {told(wanted.get(key))}" for key in keys[:8])
+        raise ValueError(f"{path} was begun with {parts}; choose {remedy}")

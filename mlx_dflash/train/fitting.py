@@ -125,6 +125,7 @@ class Fit:
                 f"this machine found a checkpoint of update {self.step} in {self.options.out}, others another one; "
                 "all need the same folder"
             )
+        self.run.forget_after(None if found is None else self.step)
 
     def _take(self, state: dict[str, mx.array], step: int) -> None:
         """Bring the trainer to a state, that after `step` updates."""

@@ -73,7 +73,7 @@ class RunFolder:
             (part / "counters.json").write_text(json.dumps(counters))
 
     def load(self) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
-        """Read the checkpoint, if there is one, and forget what was logged after it.
+        """Read the checkpoint, if there is one.
 
         Raises ValueError or FileNotFoundError that name the file for a damaged one.
         """
@@ -82,10 +82,13 @@ class RunFolder:
             for place in (folder, *self._drafts):
                 recover_folder(place)
         counters = _read_counters(folder / "counters.json") if folder.exists() else None
-        if self.is_writer:
-            kept = [line for line in self.log() if counters and line["step"] <= counters["step"]]
-            write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         return None if counters is None else (read_safetensors(folder / "state.safetensors"), counters)
+
+    def forget_after(self, step: int | None) -> None:
+        """Drop what was logged after an update; None for all."""
+        if self.is_writer:
+            kept = [line for line in self.log() if step is not None and line["step"] <= step]
+            write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def drafts(self) -> list[Path]:
         """Folders of the drafts that were written."""

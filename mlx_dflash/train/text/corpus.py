@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files.json_text import parse_json
+from ...files.json_text import parse_json, told
 from ..files import open_alone, refuse_other
 
 FORMAT = "mlx_dflash training text 1"
@@ -98,7 +98,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
             f"{path} is no training text: line 1 must say {FORMAT!r}; make one with: python -m mlx_dflash.train data"
         )
     if type(header.get("vocab_size")) is not int:
-        raise ValueError(f"{path}, line 1: vocab_size must be a number, got {header.get('vocab_size')!r}")
+        raise ValueError(f"{path}, line 1: vocab_size must be a number, got {told(header.get('vocab_size'))}")
     return header
 
 
@@ -123,10 +123,10 @@ def _sample(fields: Any, vocab_size: int) -> Sample:
         raise ValueError("tokens must be a list of token ids")
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise ValueError(
-            f"tokens reach from {min(tokens)} to {max(tokens)}; expected 0 to {vocab_size - 1}, the vocabulary"
+            f"tokens reach from {told(min(tokens))} to {told(max(tokens))}; expected 0 to {vocab_size - 1}, the vocabulary"
         )
     if type(length) is not int or not 0 < length <= len(tokens):
-        raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {length!r}")
+        raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {told(length)}")
     if type(sample.source) is not int or not isinstance(sample.kind, str) or type(sample.is_greedy) is not bool:
         raise ValueError("source must be a number, kind text, and is_greedy true or false")
     return sample
