@@ -122,8 +122,8 @@ def _number_taps(config: dict[str, Any]) -> None:
         return
     if not isinstance(aux, list) or not all(isinstance(i, int) and i >= 1 for i in aux):
         raise ValueError(
-            f"aux hidden state layer ids must be numbers from 1 on, where layer l is l + 1; got {told(aux)}. If they are "
-            "layer numbers already, name them target_layer_ids in dflash_config"
+            f"aux hidden state layer ids must be numbers from 1 on, where layer l is l + 1; got {told(aux)}. If they "
+            "are layer numbers already, name them target_layer_ids in dflash_config"
         )
     nested["target_layer_ids"] = [i - 1 for i in aux]
 

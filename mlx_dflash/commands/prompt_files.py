@@ -115,6 +115,8 @@ def _prompt(entry: Any, tokenizer: Any, is_answered: bool) -> Prompt:
         messages.append({"role": "assistant", "content": _string(entry, "response")})
     _check_messages(messages, "assistant" if is_answered else "user")
     asked = _render(tokenizer, messages[:-1] if is_answered else messages)
+    if not asked:
+        raise ValueError("the prompt is empty")
     if not is_answered:
         return Prompt(asked, len(asked), kind)
     end = tokenizer.eos_token_id  # of those that end a text, the one that ends an answer

@@ -65,7 +65,8 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
             raise ValueError(f"{folder} holds {twice[0]} twice, the second time in {file.name}")
         tensors |= found
     if lost := sorted(set(mapping or ()) - tensors.keys()):
-        raise ValueError(f"{folder / INDEX} promises tensors that its files do not hold: {told(', '.join(lost[:5]))[1:-1]}")
+        first = told(", ".join(lost[:5]))[1:-1]
+        raise ValueError(f"{folder / INDEX} promises tensors that its files do not hold: {first}")
     return tensors
 
 

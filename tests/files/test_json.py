@@ -8,7 +8,7 @@ from support.fixtures import byte_tokenizer, draft_config, draft_weights, save_d
 
 import mlx_dflash
 from mlx_dflash.chat.files import load as load_conversation
-from mlx_dflash.checkpoints.drafts import load
+from mlx_dflash.checkpoints.targets import load
 from mlx_dflash.commands.prompt_files import read_prompts
 from mlx_dflash.files.safetensors import read_tensors
 from mlx_dflash.kernels.record import Record, environment
@@ -28,7 +28,7 @@ READERS = {
     "data.jsonl": lambda folder: read_header(folder / "data.jsonl"),
     "run.json": lambda folder: RunFolder(folder, {"a": 1}),
     "counters.json": lambda folder: RunFolder(folder, {"a": 1}).load(),
-    "log.jsonl": lambda folder: RunFolder(folder, {"a": 1}).load(),
+    "log.jsonl": lambda folder: RunFolder(folder, {"a": 1}).log(),
 }
 
 

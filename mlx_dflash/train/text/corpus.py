@@ -123,7 +123,8 @@ def _sample(fields: Any, vocab_size: int) -> Sample:
         raise ValueError("tokens must be a list of token ids")
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise ValueError(
-            f"tokens reach from {told(min(tokens))} to {told(max(tokens))}; expected 0 to {vocab_size - 1}, the vocabulary"
+            f"tokens reach from {told(min(tokens))} to {told(max(tokens))}; expected 0 to {told(vocab_size - 1)}, "
+            "the vocabulary"
         )
     if type(length) is not int or not 0 < length <= len(tokens):
         raise ValueError(f"prompt_length must be 1 to {len(tokens)}, the number of tokens; got {told(length)}")
