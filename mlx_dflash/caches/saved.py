@@ -13,6 +13,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..files.folders import replaced_file
+from ..files.safetensors import check_safetensors
 from . import rollback
 from .growing import GrowingKVCache
 from .lease import refuse_in_use
@@ -130,6 +131,7 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
     path = Path(file_name)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    check_safetensors(path)
     try:
         _check_kinds(path)
         caches, metadata = mlx_lm_cache.load_prompt_cache(str(path), return_metadata=True)
