@@ -3,16 +3,16 @@
 Knows the shapes of the OpenAI API; knows nothing of HTTP or of how tokens are made.
 """
 
+import logging
 import time
 import uuid
 from typing import Any
-
-from mlx_lm.server import ToolCallFormatter
 
 from ..commands.answers import AnswerParts
 from .generator import Start, Token
 from .provider import Provider
 from .requests import Request
+from .tool_calls import read_calls
 
 
 class Answer:
@@ -28,16 +28,15 @@ class Answer:
             "model": provider.name,
             "created": int(time.time()),
         }
-        self._format_tools = ToolCallFormatter(provider.tokenizer.tool_parser, request.tools, request.stream)
         self._parts, self._kind = AnswerParts(provider.tokenizer, start.kind), start.kind
-        self._num_tokens, self._num_characters, self._made_call = 0, 0, False
+        self._num_tokens, self._num_characters, self._num_calls = 0, 0, 0
         self._stats = self._finish_reason = None
-        self._call = ""
+        self._call = ""  # the text of a tool call that has not ended
         self._clear()
 
     def _clear(self) -> None:
         self._text, self._reasoning = "", ""
-        self._calls: list[str] = []
+        self._calls: list[dict] = []
         self._logprobs: list[dict] = []
 
     def take(self, token: Token) -> None:
@@ -45,25 +44,41 @@ class Answer:
         self._num_tokens += 1
         self._stats, self._finish_reason = token.stats, token.finish_reason
         is_last = token.finish_reason is not None
-        for kind, text in self._parts.take(token.text, is_last):
-            if self._kind == "tool" and kind != "tool":
+        if not self._request.is_chat:
+            self._text += token.text
+        else:
+            for kind, text in self._parts.take(token.text, is_last):
+                self._take_part(kind, text)
+            if is_last and self._kind == "tool":
                 self._end_call()
-            if kind == "reasoning":
-                self._reasoning += text
-            elif kind == "tool":
-                self._call += text
-            else:
-                self._text += text
-            self._kind = kind
-        if is_last:
-            self._end_call()
         if self._request.logprobs:
             self._logprobs.append(self._logprob(token))
 
-    def _end_call(self) -> None:
-        if self._call:
-            self._calls.append(self._call)
-            self._call, self._made_call = "", True
+    def _take_part(self, kind: str, text: str) -> None:
+        if self._kind == "tool" and kind != "tool":
+            self._end_call(self._tokenizer.tool_call_end or "")
+        elif kind == "tool" and self._kind != "tool":
+            self._call = ""
+        self._kind = kind
+        if kind == "reasoning":
+            self._reasoning += text
+        elif kind == "tool":
+            self._call += text
+        else:
+            self._text += text
+
+    def _end_call(self, end: str = "") -> None:
+        """Read the call; text that makes none belongs to the content, with its marks. end: the mark that ended it."""
+        try:
+            calls = read_calls(self._call, self._tokenizer.tool_parser, self._request.tools)
+        except ValueError as error:
+            logging.info("text between the marks of a tool call stays content: %.200s", error)
+            self._text += f"{self._tokenizer.tool_call_start or ''}{self._call}{end}"
+            return
+        if self._request.stream:
+            calls = [{"index": self._num_calls + i, **call} for i, call in enumerate(calls)]
+        self._calls += calls
+        self._num_calls += len(calls)
 
     @property
     def has_news(self) -> bool:
@@ -89,7 +104,7 @@ class Answer:
 
     def _finish(self) -> str:
         reason = self._finish_reason or "stop"
-        return "tool_calls" if self._made_call and reason == "stop" else reason
+        return "tool_calls" if self._num_calls and reason == "stop" else reason
 
     def _choice(self, finish_reason: str | None, key: str) -> dict:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
@@ -104,7 +119,7 @@ class Answer:
             if self._reasoning:
                 message["reasoning"] = self._reasoning
             if self._calls:
-                message["tool_calls"] = self._format_tools(self._calls)
+                message["tool_calls"] = self._calls
             choice[key] = message
         if self._request.logprobs:
             choice["logprobs"] = {"content": self._logprobs} if self._request.is_chat else self._completion_logprobs()
