@@ -31,6 +31,7 @@ class Answer:
         self._parts, self._kind = AnswerParts(provider.tokenizer, start.kind), start.kind
         self._num_tokens, self._num_characters, self._num_calls = 0, 0, 0
         self._stats = self._finish_reason = None
+        self._has_begun = False  # whether a part of the message was returned
         self._call = ""  # the text of a tool call that has not ended
         self._clear()
 
@@ -111,11 +112,12 @@ class Answer:
         if not self._request.is_chat:
             choice["text"] = self._text
         else:
-            message: dict[str, Any] = {"role": "assistant"}
-            if key == "message":
+            message: dict[str, Any] = {}
+            if not self._has_begun:
+                # Clients put the parts of a stream together, so a role in each of them would be repeated.
+                message["role"], self._has_begun = "assistant", True
+            if self._text or key == "message":
                 message["content"] = self._text or None
-            elif self._text:
-                message["content"] = self._text
             if self._reasoning:
                 message["reasoning"] = self._reasoning
             if self._calls:

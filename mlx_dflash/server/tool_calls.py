@@ -1,6 +1,6 @@
 """Reads the calls of tools that a model wrote, and refuses text that is no call.
 
-Knows mlx-lm's parsers, which raise whatever their code meets, and the shape of the OpenAI API; knows nothing of answers.
+Knows mlx-lm's parsers, which raise whatever their code meets, and the API's shape of a call; knows nothing of answers.
 """
 
 import json

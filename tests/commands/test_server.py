@@ -101,6 +101,25 @@ def test_stream_is_the_whole_in_pieces(client, mode):
     assert {c.id for c in chunks} == {chunks[0].id}
 
 
+def test_parts_of_a_stream_add_up(client, tool_client):
+    call = r'start: <think> "hm" </think> "ok" <tool_call> "{\"name\": \"add\", \"arguments\": {}}" </tool_call> "so"'
+    plain = (client, r'start: "some words"', {"logprobs": True})
+    for asked, lark, options in plain, (tool_client, call, {"tools": TOOLS}):
+        grammar = {"response_format": {"type": "lark", "lark": lark}}
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": "default_model", "messages": messages, "max_tokens": 99, "extra_body": grammar, **options}
+        whole = asked.chat.completions.create(**body).choices[0]
+        with asked.chat.completions.stream(**body) as stream:
+            summed = stream.get_final_completion().choices[0]
+        assert summed.message.role == "assistant"
+        for name in ("content", "reasoning"):
+            assert getattr(summed.message, name, None) == getattr(whole.message, name, None)
+        calls = [[c.function.arguments for c in choice.message.tool_calls or []] for choice in (whole, summed)]
+        assert calls[0] == calls[1] and summed.finish_reason == whole.finish_reason
+        roles = [c.choices[0].delta.role for c in asked.chat.completions.create(**body, stream=True)]
+        assert roles == ["assistant"] + [None] * (len(roles) - 1) and len(roles) > 1
+
+
 def test_second_turn_reads_only_what_is_new(client):
     messages = [{"role": "user", "content": "remember this long message"}]
     first = chat(client, messages)
