@@ -4,6 +4,7 @@ Knows the shapes of the OpenAI API; knows nothing of HTTP or of how tokens are m
 """
 
 import logging
+import math
 import time
 import uuid
 from typing import Any
@@ -159,7 +160,7 @@ class Answer:
             "id": id,
             "token": text,
             "bytes": None if "\ufffd" in text else list(text.encode()),
-            "logprob": max(logprob, -9999.0),
+            "logprob": max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0,
         }
 
     def _completion_logprobs(self) -> dict:

@@ -152,8 +152,11 @@ class Generator:
                 tools=request.tools, tokenize=True, **self._flags.chat_template_args | request.template_options
             )
             prompt = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, **options)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ApiError(400, f"the chat template cannot render these messages: {error}", "messages") from error
+        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
+            what, field = ("the chat template cannot render these messages", "messages")
+            if not request.is_chat:
+                what, field = ("the tokenizer cannot read the prompt", "prompt")
+            raise ApiError(400, f"{what}: {error}", field) from error
         reasons = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
         return list(prompt), tokenizer.response_initial_state or ("reasoning" if reasons else "normal")
 

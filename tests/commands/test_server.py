@@ -101,6 +101,11 @@ def test_stream_is_the_whole_in_pieces(client, mode):
     assert {c.id for c in chunks} == {chunks[0].id}
 
 
+@pytest.mark.parametrize("temperature", [1e-31, 1e-40, 5e-324])
+def test_the_least_temperatures_are_greedy(client, temperature):
+    assert chat(client, temperature=temperature, seed=1).choices[0].message == chat(client).choices[0].message
+
+
 def test_parts_of_a_stream_add_up(client, tool_client):
     call = r'start: <think> "hm" </think> "ok" <tool_call> "{\"name\": \"add\", \"arguments\": {}}" </tool_call> "so"'
     plain = (client, r'start: "some words"', {"logprobs": True})
