@@ -10,6 +10,7 @@ import uuid
 from typing import Any
 
 from ..commands.answers import AnswerParts
+from .errors import ClientGone
 from .generator import Start, Token
 from .provider import Provider
 from .requests import Request
@@ -96,6 +97,14 @@ class Answer:
         self._clear()
         return body
 
+    def summary(self) -> str:
+        """Return what the log says of the answer."""
+        start = self._start
+        return (
+            f"{start.num_prompt} prompt tokens ({start.num_cached} cached), {self._num_tokens} tokens, "
+            f"{self._finish_reason}"
+        )
+
     def usage_chunk(self) -> dict:
         """Return the chunk without text that ends a stream whose client asked for the usage."""
         return {**self._head, "choices": [], "usage": self.usage()}
@@ -105,7 +114,9 @@ class Answer:
         return {**self._head, "choices": [self._choice(self._finish(), "message")], "usage": self.usage()}
 
     def _finish(self) -> str:
-        reason = self._finish_reason or "stop"
+        reason = self._finish_reason
+        if reason is None:
+            raise ClientGone  # only then does an answer end in the middle
         return "tool_calls" if self._num_calls and reason == "stop" else reason
 
     def _choice(self, finish_reason: str | None, key: str) -> dict:

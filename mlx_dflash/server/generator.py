@@ -174,7 +174,7 @@ class Generator:
 
     def _cached(self, prompt: list[int]) -> tuple[list[Any], int]:
         """Return caches that cover a beginning of the prompt, at most all but its last token, and their length."""
-        logging.info("prompt cache: %d sequences, %.2f GB", len(self.prompt_cache), self.prompt_cache.nbytes / 1e9)
+        logging.debug("prompt cache: %d sequences, %.2f GB", len(self.prompt_cache), self.prompt_cache.nbytes / 1e9)
         cache, rest = self.prompt_cache.fetch_nearest_cache(self.provider.name, prompt)
         num_cached = len(prompt) - len(rest)
         if cache is not None and num_cached == len(prompt) and try_trim(cache, 1):
