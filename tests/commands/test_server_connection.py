@@ -14,6 +14,8 @@ from support.server_fixtures import our_server, wait_until
 
 from mlx_dflash.server.answers import Answer
 
+pytestmark = pytest.mark.process
+
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 LONG = {"messages": HI["messages"], "max_tokens": 20000, "logit_bias": {"257": -100}}

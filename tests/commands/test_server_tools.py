@@ -6,6 +6,8 @@ import pytest
 from support.chat_fixtures import TEMPLATE, save_pair
 from support.server_fixtures import our_server
 
+pytestmark = pytest.mark.process
+
 TOOL_TEMPLATE = TEMPLATE + "{% if false %}<tool_call>{{ tool_call.name }}{% endif %}"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 NO_CALLS = [
