@@ -10,10 +10,12 @@ import uuid
 from typing import Any
 
 from ..commands.answers import AnswerParts
+from ..text import drops_space
 from .errors import ClientGone
 from .generator import Start, Token
 from .provider import Provider
 from .requests import Request
+from .token_texts import Offsets
 from .tool_calls import read_calls
 
 
@@ -31,8 +33,10 @@ class Answer:
             "created": int(time.time()),
         }
         self._parts, self._kind = AnswerParts(provider.tokenizer, start.kind), start.kind
-        self._num_tokens, self._num_characters, self._num_calls = 0, 0, 0
+        self._num_tokens, self._num_calls = 0, 0
         self._stats = self._finish_reason = None
+        self._texts = provider.token_texts if request.logprobs else None
+        self._offsets: Offsets | None = None  # of the tokens whose log-probabilities were returned
         self._has_begun = False  # whether a part of the message was returned
         self._call = ""  # the text of a tool call that has not ended
         self._clear()
@@ -165,25 +169,37 @@ class Answer:
         return {**self._token(token.id, token.logprob), "top_logprobs": top}
 
     def _token(self, id: int, logprob: float) -> dict:
-        text = self._tokenizer.decode([id])
-        # Part of a character has no text of its own.
+        data = self._texts.bytes_of(id)
         return {
             "id": id,
-            "token": text,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "token": self._texts.name(id),
+            "bytes": None if data is None else list(data),
             "logprob": max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0,
         }
 
     def _completion_logprobs(self) -> dict:
         """Return the log-probabilities in the older shape, that of /v1/completions."""
-        offsets = []
-        for entry in self._logprobs:
-            offsets.append(self._num_characters)
-            self._num_characters += len(entry["token"])
         return {
             "tokens": [entry["token"] for entry in self._logprobs],
             "token_logprobs": [entry["logprob"] for entry in self._logprobs],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in self._logprobs],
-            "text_offset": offsets,
+            "top_logprobs": [_by_name(entry["top_logprobs"]) for entry in self._logprobs],
+            "text_offset": [self._offset(entry) for entry in self._logprobs],
             "content": self._logprobs,
         }
+
+    def _offset(self, entry: dict) -> int:
+        data = None if entry["bytes"] is None else bytes(entry["bytes"])
+        if self._offsets is None:
+            self._offsets = Offsets()
+            if data is not None and drops_space(self._tokenizer, entry["id"]):
+                self._offsets.add(data[1:])
+                return 0
+        return self._offsets.add(data)
+
+
+def _by_name(top: list[dict]) -> dict[str, float]:
+    """Return the log-probabilities of the likeliest tokens by their texts, or by id where two have the same text."""
+    found: dict[str, float] = {}
+    for token in top:
+        found[f"token_id:{token['id']}" if token["token"] in found else token["token"]] = token["logprob"]
+    return found
