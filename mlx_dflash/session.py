@@ -123,6 +123,21 @@ class Session:
             num_tokens += len(latest.verdict.tokens)
             yield latest
 
+    def read(self, tokens: mx.array, step_size: int, progress: Callable[[int], None]) -> None:
+        """Commit tokens (T,), the beginning of a prompt. However that ends, both caches keep what was read.
+
+        progress gets the number of tokens processed so far.
+        """
+        with mx.stream(self.stream):
+            try:
+                self.target.prefill(tokens, self.drafter.extend_context, step_size, progress)
+            finally:
+                length = min(self.target.length, self.drafter.context_length)
+                self.target.rewind(length)
+                self.drafter.rewind(length)
+                self.drafter.settle()
+                self.target.settle()
+
     def leave(self, covered: int, last: int) -> None:
         """Bring both caches to exactly `covered` tokens, the text as it was emitted. last: its last token."""
         try:

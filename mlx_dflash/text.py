@@ -94,7 +94,7 @@ def stop_at(
     is_first = bool(stop_strings)
     try:
         for response in responses:
-            if is_first and _drops_space(tokenizer, response.token):
+            if is_first and drops_space(tokenizer, response.token):
                 held, unseen = " ", 1
             is_first = False
             text = held + response.text
@@ -110,7 +110,7 @@ def stop_at(
         responses.close()
 
 
-def _drops_space(tokenizer: TokenizerWrapper, token: int) -> bool:
+def drops_space(tokenizer: TokenizerWrapper, token: int) -> bool:
     """Whether the detokenizer leaves out the space that a token begins with where the text begins with it."""
     texts = []
     for count in (1, 2):

@@ -7,7 +7,8 @@ from typing import Any
 
 # As mlx-lm's make_sampler names them; a flag, a setting or a field of a request may have another name.
 NUMBERS = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
-_RANGES = {
+# Least and greatest value of each.
+RANGES = {
     "temp": (0, math.inf),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -48,7 +49,7 @@ def check_sampling(args: argparse.Namespace) -> None:
 def check_numbers(numbers: dict[str, float]) -> None:
     """Raise ValueError for a number of a sampler that is out of its range. numbers: each by the user's name for it."""
     for name, number in numbers.items():
-        least, most = _RANGES[name.lstrip("-").replace("-", "_")]
+        least, most = RANGES[name.lstrip("-").replace("-", "_")]
         if not least <= number <= most or number == math.inf:
             upper = " or more" if most == math.inf else f" to {most:g}"
             raise ValueError(f"{name} must be a number of {least:g}{upper}, got {number}")

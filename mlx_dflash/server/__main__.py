@@ -5,21 +5,27 @@ Knows argparse; what the flags mean is known where they are used.
 
 import argparse
 import logging
+import signal
 import sys
 from typing import TYPE_CHECKING
 
-from ..commands.errors import user_errors
+from ..commands.errors import Parser, run_command
 from ..commands.flags import add_filter_flags, add_model_flags
+from ..commands.sampling import check_numbers
 from ..files.json_text import parse_json
 
 if TYPE_CHECKING:
     from .handler import Server
     from .worker import Worker
 
+# Service managers kill a process about ten seconds after they asked it to end.
+_GRACE_SECONDS = 6.0
+_WRITING_SECONDS = 2.0  # for what was generated to reach the clients
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser: the flags of mlx_lm.server that have a meaning with a draft, and our own."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx_dflash.server",
         description="Serve the OpenAI API with a target and its draft; without --model, with the demo pair.",
     )
@@ -43,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--log-level", default="INFO", choices=levels, help="least level of what is logged (default: %(default)s)")
     add("--chat-template", default="", help="chat template to use instead of the tokenizer's")
     add("--chat-template-args", type=parse_json, default={}, help="JSON object of options for the chat template")
+    add("--chat-template-args", type=_json_object, default={}, help="JSON object of options for the chat template")
     add_filter_flags(parser.add_argument_group("sampling", "for requests that do not say otherwise"))
     number("--max-tokens", 512, "length of an answer in tokens, for requests that do not say otherwise")
     number("--max-tokens-limit", 32768, "longest answer that a request may ask for, in tokens")
@@ -60,6 +67,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _json_object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got text that is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
+    return value
+
+
 def make_server(args: argparse.Namespace) -> tuple["Server", "Worker"]:
     """Open the port and load the pair. Returns the HTTP server, which does not serve yet, and the running worker.
 
@@ -73,6 +90,11 @@ def make_server(args: argparse.Namespace) -> tuple["Server", "Worker"]:
     for name in ("max_tokens", "max_tokens_limit", "max_body_bytes", "prefill_step_size", "prompt_cache_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.max_queue < 0:
+        raise ValueError(f"--max-queue must be at least 0, got {args.max_queue}")
+    if not 0 <= args.port < 1 << 16:
+        raise ValueError(f"--port must be a number from 0 to {(1 << 16) - 1}, got {args.port}")
+    check_numbers({"--temp": args.temp, "--top-p": args.top_p, "--min-p": args.min_p, "--top-k": args.top_k})
     metrics = Metrics()
     worker = Worker(Generator(args, metrics), metrics, args.max_queue)
     try:
@@ -88,20 +110,28 @@ def make_server(args: argparse.Namespace) -> tuple["Server", "Worker"]:
 
 
 def main() -> None:
-    """Serve until Ctrl-C."""
-    args = make_parser().parse_args()
+    """Serve until Ctrl-C, or until the system asks the process to end."""
+    run_command(make_parser, _serve)
+
+
+def _serve(args: argparse.Namespace) -> None:
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s")
-    with user_errors():
-        httpd, worker = make_server(args)
-        address = f"http://{args.host}:{httpd.server_port}/v1"
-        print(f"serving {worker.generator.provider.name} at {address}", file=sys.stderr, flush=True)
-        try:
-            httpd.serve_forever()
-        except KeyboardInterrupt:
-            print("\nstopping", file=sys.stderr)
-        finally:
-            httpd.server_close()
-            worker.stop_and_join()
+    httpd, worker = make_server(args)
+    try:
+        print(f"serving {worker.generator.provider.name} at {httpd.url}", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        httpd.serve_forever()
+    except KeyboardInterrupt:
+        print("\nstopping", file=sys.stderr)
+    finally:
+        stop(httpd, worker, _GRACE_SECONDS)
+
+
+def stop(httpd: "Server", worker: "Worker", grace: float) -> None:
+    """Accept no more, and end what runs. grace: seconds that the running answer has left before it is an error."""
+    httpd.server_close()
+    worker.stop_and_join(grace)
+    httpd.wait_until_idle(_WRITING_SECONDS)
 
 
 if __name__ == "__main__":

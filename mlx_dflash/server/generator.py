@@ -26,6 +26,7 @@ from ..stats import Stats
 from .errors import ApiError, ClientGone
 from .metrics import Metrics
 from .provider import Provider
+from .reading import Reader
 from .requests import Request, make_processor
 from .worker import Job
 
@@ -61,15 +62,18 @@ class Generator:
     def __init__(self, flags: argparse.Namespace, metrics: Metrics):
         self.provider, self._metrics, self._flags = Provider(flags), metrics, flags
         self._block = block_options(flags)
+        self._reader: Reader | None = None
         self.prompt_cache = LRUPromptCache(flags.prompt_cache_size, flags.prompt_cache_bytes)
 
     def load(self) -> None:
         """Load the pair. Raises what Provider.load raises."""
         self.provider.load()
+        self._reader = Reader(self.provider.model, self.provider.draft, self._flags.prefill_step_size)
 
     def unload(self) -> None:
         """Release everything that holds arrays."""
         self.provider.unload()
+        self._reader = None
         self.prompt_cache.trim_to(n_sequences=0)
         gc.collect()
         # Without this, the process aborts at its end: the thread is gone, and the threads of its streams are not.
@@ -84,31 +88,52 @@ class Generator:
         prompt, kind = self._prompt(request)
         max_tokens = self._tokens_left(len(prompt), request)
         cache, num_cached = self._cached(prompt)
-
-        def progress(done: int, total: int) -> None:
-            if job.is_gone:
-                raise ClientGone
-            job.tell((done, total))
-
+        # The prompt is read up to its last token here, so the processors see it as if a cache had covered it.
+        options = dict(
+            stop_strings=request.stop,
+            sampler=sampler(self.provider.tokenizer, **request.sampling),
+            logits_processors=self._processors(request, kind, prompt[:-1]),
+            **self._block_of(request),
+        )
+        start = Start(len(prompt), num_cached, kind)
+        job.tell(start)
+        self._read(job, prompt[:-1], num_cached, cache)
         if request.seed is not None:
             mx.random.seed(request.seed)
         responses = stream_generate(
             self.provider.model,
             self.provider.tokenizer,
-            prompt[num_cached:],
+            prompt[-1:],
             max_tokens,
             self.provider.draft,
-            stop_strings=request.stop,
-            sampler=sampler(self.provider.tokenizer, **request.sampling),
-            logits_processors=self._processors(request, kind, prompt[:num_cached]),
             prompt_cache=cache,
-            prompt_progress_callback=progress,
-            prefill_step_size=self._flags.prefill_step_size,
-            **self._block_of(request),
+            **options,
         )
-        start = Start(len(prompt), num_cached, kind)
-        job.tell(start)
         self.prompt_cache.insert_cache(self.provider.name, prompt + self._tell(job, start, responses), cache)
+
+    def _read(self, job: Job, prompt: list[int], num_cached: int, cache: list[Any]) -> None:
+        """Read what the cache does not cover yet. What was read before the client left is kept for its next try."""
+        num_read, total, started = 0, len(prompt) - num_cached, time.perf_counter()
+
+        def progress(done: int) -> None:
+            nonlocal num_read
+            num_read = done
+            if job.is_gone:
+                raise ClientGone
+            job.tell((done, total))
+
+        if not total:
+            return
+        try:
+            progress(0)
+            self._reader.read(prompt[num_cached:], cache, progress)
+        except ClientGone:
+            self._metrics.count_answer(len(prompt), num_cached, 0, None, 0)
+            if covered := prompt[: num_cached + num_read]:
+                self.prompt_cache.insert_cache(self.provider.name, covered, cache)
+            raise
+        finally:
+            self._metrics.add("prefill_seconds_total", time.perf_counter() - started)
 
     def _tell(self, job: Job, start: Start, responses: Iterator[Any]) -> list[int]:
         """Tell the job its tokens until the last one, or until nobody waits for more. Returns them."""
@@ -152,8 +177,11 @@ class Generator:
                 tools=request.tools, tokenize=True, **self._flags.chat_template_args | request.template_options
             )
             prompt = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, **options)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ApiError(400, f"the chat template cannot render these messages: {error}", "messages") from error
+        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
+            what, field = ("the chat template cannot render these messages", "messages")
+            if not request.is_chat:
+                what, field = ("the tokenizer cannot read the prompt", "prompt")
+            raise ApiError(400, f"{what}: {error}", field) from error
         reasons = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
         return list(prompt), tokenizer.response_initial_state or ("reasoning" if reasons else "normal")
 
@@ -171,7 +199,7 @@ class Generator:
 
     def _cached(self, prompt: list[int]) -> tuple[list[Any], int]:
         """Return caches that cover a beginning of the prompt, at most all but its last token, and their length."""
-        logging.info("prompt cache: %d sequences, %.2f GB", len(self.prompt_cache), self.prompt_cache.nbytes / 1e9)
+        logging.debug("prompt cache: %d sequences, %.2f GB", len(self.prompt_cache), self.prompt_cache.nbytes / 1e9)
         cache, rest = self.prompt_cache.fetch_nearest_cache(self.provider.name, prompt)
         num_cached = len(prompt) - len(rest)
         if cache is not None and num_cached == len(prompt) and try_trim(cache, 1):

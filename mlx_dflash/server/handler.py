@@ -1,29 +1,37 @@
-"""HTTP: the port, paths, keys, limits, streams and error bodies. One handler a connection; knows no models."""
+"""The paths of the API: what is asked for, its answer or its error, and a line in the log for each.
+
+Knows answers and their streams; knows nothing of sockets or models.
+"""
 
 import argparse
-import hmac
 import json
 import logging
-import select
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
 import mlx.core as mx
 from mlx_lm.server import get_system_fingerprint
 
+from .access import check_access, check_content_type
 from .answers import Answer
+from .connection import Connection
 from .errors import ApiError, ClientGone
 from .generator import Token
 from .provider import Provider
 from .requests import Request, read_request
-from .worker import Job, Worker
+from .worker import Job, Worker, attempt
 
 _POST = {"/v1/completions": False, "/v1/chat/completions": True, "/chat/completions": True}
-_LEFT = (BrokenPipeError, ConnectionError, ClientGone, TimeoutError)
+_LEFT = (ConnectionError, ClientGone, TimeoutError)
+_LEFT_STATUS = 499  # in the log only
+_QUIET = {"/health", "/metrics"}  # asked for all the time
 
 
 class Server(ThreadingHTTPServer):
@@ -33,19 +41,47 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, flags: argparse.Namespace, worker: Worker):
         self.flags, self.worker, self.fingerprint = flags, worker, get_system_fingerprint()
-        super().__init__((flags.host, flags.port), Handler)
+        self._num_busy, self._changed = 0, threading.Condition()
+        host = flags.host.strip("[]")
+        found = socket.getaddrinfo(host or None, flags.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # A name may have addresses of both kinds; clients that know one only know the older one.
+        self.address_family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        super().__init__(address, Handler)
+        self.is_local = address[0] == "::1" or address[0].startswith("127.")
+
+    @property
+    def url(self) -> str:
+        """Where the API is."""
+        host = self.flags.host.strip("[]")
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/v1"
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count the body as an exchange that is not finished."""
+        with self._changed:
+            self._num_busy += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_busy -= 1
+                self._changed.notify_all()
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Wait until all answers are written, at most for so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_busy, seconds)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error of one connection where it disturbs nobody."""
         logging.debug("a connection failed", exc_info=True)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection, which brings one request."""
+class Handler(Connection):
+    """One request and its response."""
 
     server: Server
-    timeout = 60  # seconds that a connection may be silent while it should send
-    _are_headers_sent = False  # of a stream
+    _has_body = False  # whether the request's body was read
 
     def log_message(self, text: str, *values: Any) -> None:
         """Log what http.server would print."""
@@ -55,116 +91,89 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with one of the pages: health, metrics, models."""
+        self._exchange(self._get)
+
+    def do_POST(self) -> None:
+        """Answer a conversation or a prompt, or send the error that keeps it from being answered."""
+        self._exchange(self._post)
+
+    def do_OPTIONS(self) -> None:
+        """Tell a browser from where it may ask."""
+        self._exchange(partial(self._send, 204, b"", "application/json"))
+
+    def _exchange(self, work: Callable[[], None]) -> None:
+        """Do the work, or send what it raised, and log what came of it."""
+        started = time.monotonic()
+        self._status, self._outcome = 0, ""
+        with self.server.busy():
+            attempt(work, self._fail)
+        level = logging.DEBUG if _path(self.path) in _QUIET else logging.INFO
+        seconds, what = time.monotonic() - started, ascii(f"{self.command} {self.path}")[1:-1]
+        outcome = f"{self._status}{self._outcome}, {seconds:.2f} s"
+        logging.log(level, "%s %s: %s", self.client_address[0], what, outcome)
+
+    def _get(self) -> None:
         path = _path(self.path)
         if path == "/health":
             is_healthy = self.server.worker.is_healthy
             body = {"status": "ok" if is_healthy else "unavailable"}
             self._send(200 if is_healthy else 503, json.dumps(body).encode(), "application/json")
-        elif self._is_allowed():
-            if path == "/metrics":
-                self._send(200, self._metrics().encode(), "text/plain; version=0.0.4")
-                self._count(200)
-            elif path == "/v1/models":
-                self._send_json(200, {"object": "list", "data": [self._model()]})
-            elif path == f"/v1/models/{self._provider.name}":
-                self._send_json(200, self._model())
-            else:
-                self._send_error(ApiError(404, f"there is nothing at {path or '/'}"))
+            return
+        check_access(self.headers, self.server.flags, self.server.is_local)
+        if path == "/metrics":
+            self._send(200, self._metrics().encode(), "text/plain; version=0.0.4")
+            self._count(200)
+        elif path == "/v1/models":
+            self._send_json(200, {"object": "list", "data": [self._model()]})
+        elif path == f"/v1/models/{self._provider.name}":
+            self._send_json(200, self._model())
+        else:
+            raise ApiError(404, f"there is nothing at {path or '/'}")
 
-    def do_OPTIONS(self) -> None:
-        """Tell a browser from where it may ask."""
-        self.send_response(204)
-        self.send_header("Content-Type", "application/json")
-        self._send_origins()
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        """Answer a conversation or a prompt, or send the error that keeps it from being answered."""
+    def _post(self) -> None:
         path = _path(self.path)
-        try:
-            # Read in any case: a connection closed before its body is read may lose the answer.
-            raw = self._read_body()
-            if not self._is_allowed():
-                return
-            body = _parse(raw)
-            if path not in _POST:
-                raise ApiError(404, f"there is nothing at {path or '/'}; POST goes to {', '.join(_POST)}")
-            self._serve(read_request(body, _POST[path], self._provider))
-        except ApiError as error:
-            self._send_error(error)
-        except ValueError as error:
-            self._send_error(ApiError(400, str(error)))
-        except _LEFT:
-            logging.info("a client left")
-        except RuntimeError as error:
-            self._send_error(ApiError(500, f"the answer failed: {error}"))
+        # Read in any case: a connection closed before its body is read may lose the answer.
+        raw = self.read_body(self.server.flags.max_body_bytes)
+        self._has_body = True
+        check_access(self.headers, self.server.flags, self.server.is_local)
+        check_content_type(self.headers)
+        body = _parse(raw)
+        if path not in _POST:
+            raise ApiError(404, f"there is nothing at {path or '/'}; POST goes to {', '.join(_POST)}")
+        self._serve(read_request(body, _POST[path], self._provider))
 
     @property
     def _provider(self) -> Provider:
         return self.server.worker.generator.provider
 
-    def _is_allowed(self) -> bool:
-        key = self.server.flags.api_key
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key is None or hmac.compare_digest(given.encode(), key.encode()):
-            return True
-        self._send_error(
-            ApiError(401, "the key in the header Authorization: Bearer KEY is wrong or missing", code="invalid_api_key")
-        )
-        return False
-
-    def _read_body(self) -> bytes:
-        """Return the request's body. Raises ApiError for one that is too long, or of unknown length."""
-        given, limit = self.headers.get("Content-Length"), self.server.flags.max_body_bytes
-        if given is None:
-            raise ApiError(411, "the header Content-Length is missing")
-        if not (given.isascii() and given.isdigit()):
-            raise ApiError(400, f"the header Content-Length must be a number, got {given!r}")
-        if int(given) > limit:
-            for _ in range(min(int(given), 4 * limit) >> 16):
-                self.rfile.read(1 << 16)
-            raise ApiError(413, f"the body has {given} bytes; the limit is {limit}", code="body_too_large")
-        return self.rfile.read(int(given))
-
-    def _is_closed(self) -> bool:
-        """Whether the client closed the connection; the thread that generates asks between tokens."""
-        try:
-            poll = select.poll()
-            poll.register(self.connection, select.POLLIN)
-            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except (OSError, ValueError):
-            return True
-
     # Answers.
 
     def _serve(self, request: Request) -> None:
-        job = Job(request, self._is_closed)
+        job = Job(request, self.is_gone)
         self.server.worker.submit(job)
         try:
             events = job.events()
             answer = Answer(request, next(events), self._provider, self.server.fingerprint)
             if request.stream:
                 self._stream(request, answer, events)
-                return
-            for event in events:
-                if isinstance(event, Token):
-                    answer.take(event)
-            self._send_json(200, answer.whole())
+            else:
+                for event in events:
+                    if isinstance(event, Token):
+                        answer.take(event)
+                self._send_json(200, answer.whole())
+            self._outcome = f", {answer.summary()}"
         finally:
             job.give_up()
 
     def _stream(self, request: Request, answer: Answer, events: Iterator[Any]) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self._send_origins()
-        self.end_headers()
-        self._are_headers_sent = True
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._origins()}
+        self._status = 200
+        self.begin_stream(headers)
         self._count(200)
         for event in events:
             if not isinstance(event, Token):
                 done, total = event
-                self._write(f": keepalive {done}/{total}\n\n")
+                self.write(f": keepalive {done}/{total}\n\n")
                 continue
             answer.take(event)
             if answer.has_news and event.finish_reason is None:
@@ -172,48 +181,61 @@ class Handler(BaseHTTPRequestHandler):
         self._send_event(answer.chunk(is_last=True))
         if request.include_usage:
             self._send_event(answer.usage_chunk())
-        self._write("data: [DONE]\n\n")
+        self.write("data: [DONE]\n\n")
+        self.end_stream()
 
     def _send_event(self, body: dict) -> None:
-        self._write(f"data: {json.dumps(body)}\n\n")
+        self.write(f"data: {json.dumps(body)}\n\n")
 
-    def _write(self, text: str) -> None:
-        self.wfile.write(text.encode())
-        self.wfile.flush()
-
-    def _send_json(self, status: int, body: dict) -> None:
-        self._send(status, json.dumps(body).encode(), "application/json")
+    def _send_json(self, status: int, body: dict, **headers: str) -> None:
+        self._send(status, json.dumps(body).encode(), "application/json", **headers)
         self._count(status)
 
-    def _send(self, status: int, body: bytes, content_type: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self._send_origins()
-        self.end_headers()
-        self.wfile.write(body)
-        self.wfile.flush()
+    def _send(self, status: int, body: bytes, content_type: str, **headers: str) -> None:
+        self._status = status
+        self.send_whole(status, body, {"Content-Type": content_type, **self._origins(), **headers})
 
-    def _send_origins(self) -> None:
-        """Send the headers that tell a browser which pages may read the answer."""
+    def _origins(self) -> dict[str, str]:
+        """Return the headers that tell a browser which pages may read the answer."""
         allowed, origin = self.server.flags.allowed_origins, self.headers.get("Origin")
+        headers = {"Access-Control-Allow-Methods": "*", "Access-Control-Allow-Headers": "*"}
         if "*" in allowed:
-            self.send_header("Access-Control-Allow-Origin", "*")
+            headers["Access-Control-Allow-Origin"] = "*"
         elif origin in allowed:
-            self.send_header("Access-Control-Allow-Origin", origin)
-            self.send_header("Vary", "Origin")
-        self.send_header("Access-Control-Allow-Methods", "*")
-        self.send_header("Access-Control-Allow-Headers", "*")
+            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        return headers
+
+    # Failures.
+
+    def _fail(self, error: Exception) -> None:
+        """Send an error as a body, or, once a stream has begun, as its last event."""
+        if isinstance(error, _LEFT):
+            self._status, self._outcome = _LEFT_STATUS, ", the client left"
+            return
+        if not isinstance(error, ApiError):
+            error = self._as_api_error(error)
+        self._outcome = f", {error.message}"
+        attempt(partial(self._send_error, error), self._fail_again)
+
+    def _as_api_error(self, error: Exception) -> ApiError:
+        if isinstance(error, ValueError):
+            return ApiError(400, str(error))
+        logging.error("an answer failed", exc_info=error)
+        return ApiError(500, f"the answer failed: {type(error).__name__}: {error}")
 
     def _send_error(self, error: ApiError) -> None:
-        """Send an error as a body, or, once a stream has begun, as its last event."""
-        try:
-            if self._are_headers_sent:
-                self._send_event(error.body())
-            else:
-                self._send_json(error.status, error.body())
-        except _LEFT:
-            logging.info("a client left before its error")
+        if self.is_streaming:
+            self._send_event(error.body())
+            self.end_stream()
+        elif not self.has_begun:
+            again = {"Retry-After": "1"} if error.status in (429, 503) else {}
+            self._send_json(error.status, error.body(), **again)
+            if not self._has_body:
+                self.drain()
+
+    def _fail_again(self, error: Exception) -> None:
+        self._outcome += ", and the client left before this error"
+        logging.debug("an error could not be sent", exc_info=error)
 
     def _count(self, status: int) -> None:
         self.server.worker.metrics.add("requests_total", label=f'status="{status}"')

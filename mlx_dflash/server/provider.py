@@ -10,6 +10,7 @@ from ..demo import DEMO
 from ..grammars import Grammars
 from ..models.context_length import context_length
 from ..models.structure import Structure
+from .token_texts import TokenTexts
 
 
 class Provider:
@@ -40,6 +41,11 @@ class Provider:
     def make_cache(self) -> list[Any]:
         """Make empty caches of the target, followed by those of the draft."""
         return make_prompt_cache(self.model, self.draft)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of this tokenizer's tokens."""
+        return TokenTexts(self.tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:

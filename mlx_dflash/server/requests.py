@@ -4,30 +4,34 @@ Knows the OpenAI API and mlx-lm's additions to it; knows nothing of HTTP or gene
 """
 
 import json
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from ..commands.sampling import RANGES
 from .errors import ApiError
 
 _NUMBER = (int, float)
+_MOST = 1e30  # magnitude of what is added to logits: a few of these still have a sum in float32
 # Field: allowed types, least and greatest value.
 _FIELDS: dict[str, tuple[Any, float | None, float | None]] = {
     "stream": (bool, None, None),
     "max_tokens": (int, 1, None),
     "max_completion_tokens": (int, 1, None),
-    "temperature": (_NUMBER, 0, None),
-    "top_p": (_NUMBER, 0, 1),
-    "top_k": (int, 0, None),
-    "min_p": (_NUMBER, 0, 1),
+    "temperature": (_NUMBER, *RANGES["temp"]),
+    "top_p": (_NUMBER, *RANGES["top_p"]),
+    "top_k": (int, *RANGES["top_k"]),
+    "min_p": (_NUMBER, *RANGES["min_p"]),
     "num_draft_tokens": (int, 0, None),
-    "repetition_penalty": (_NUMBER, 0, None),
-    "repetition_context_size": (int, 0, None),
-    "presence_penalty": (_NUMBER, None, None),
-    "presence_context_size": (int, 0, None),
-    "frequency_penalty": (_NUMBER, None, None),
-    "frequency_context_size": (int, 0, None),
-    "xtc_probability": (_NUMBER, 0, 1),
-    "xtc_threshold": (_NUMBER, 0, 1),
+    "repetition_penalty": (_NUMBER, 0, _MOST),
+    "repetition_context_size": (int, 0, 2**31 - 1),
+    "presence_penalty": (_NUMBER, -_MOST, _MOST),
+    "presence_context_size": (int, 0, 2**31 - 1),
+    "frequency_penalty": (_NUMBER, -_MOST, _MOST),
+    "frequency_context_size": (int, 0, 2**31 - 1),
+    "xtc_probability": (_NUMBER, *RANGES["xtc_probability"]),
+    "xtc_threshold": (_NUMBER, *RANGES["xtc_threshold"]),
     "top_logprobs": (int, -1, 20),
     "seed": (int, 0, 2**64 - 1),
     "n": (int, 1, 1),
@@ -86,6 +90,7 @@ def read_request(body: Any, is_chat: bool, provider: Any) -> Request:
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         _check_field(name, value)
+        _check_inside(name, value)
     _check_names(body, provider)
     stop, options = _stop(body), body.get("stream_options", {})
     if set(options) - {"include_usage", "include_obfuscation"}:
@@ -104,7 +109,7 @@ def read_request(body: Any, is_chat: bool, provider: Any) -> Request:
         stop=stop,
         max_tokens=max_tokens,
         seed=body.get("seed"),
-        sampling=_sampling(body, provider.flags),
+        sampling=_sampling(body, provider),
         penalties=_penalties(body, provider),
         num_draft_tokens=body.get("num_draft_tokens"),
         logprobs=logprobs,
@@ -126,14 +131,28 @@ def _check_field(name: str, value: Any) -> None:
         raise ApiError(
             400, f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {type(value).__name__}", name
         )
-    if (
-        isinstance(value, float)
-        and value != value
-        or (low is not None and value < low)
-        or (high is not None and value > high)
-    ):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
+    if isinstance(value, _NUMBER) and not low <= value <= high:
+        bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
         raise ApiError(400, f"{name} must be {bounds}, got {value}", name)
+
+
+def _check_inside(field: str, value: Any) -> None:
+    """Raise ApiError for a number that is not finite and for text that is not Unicode, however deep in a field."""
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            rest += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, str):
+            if broken := next((c for c in value if "\ud800" <= c <= "\udfff"), None):
+                message = f"{field} has the character U+{ord(broken):04X}, which is half of a surrogate pair"
+                raise ApiError(400, message, field)
+        elif isinstance(value, _NUMBER) and not abs(value) <= sys.float_info.max:
+            raise ApiError(400, f"{field} has a number that is not finite", field)
 
 
 def _check_names(body: dict, provider: Any) -> None:
@@ -191,11 +210,12 @@ def _messages(body: dict) -> list[dict]:
         for call in calls:
             arguments = call.get("function", {}).get("arguments")
             try:
-                json.loads(arguments) if isinstance(arguments, str) and arguments else None
-            except json.JSONDecodeError as error:
+                value = json.loads(arguments) if isinstance(arguments, str) and arguments else None
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ApiError(
                     400, f"{where}.tool_calls has arguments that are no JSON: {error}", f"{where}.tool_calls"
                 ) from error
+            _check_inside(f"{where}.tool_calls", value)
     return messages
 
 
@@ -254,9 +274,10 @@ def _stop(body: dict) -> list[str]:
 
 def _max_tokens(body: dict, flags: Any) -> int:
     limit = flags.max_tokens_limit
-    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", min(flags.max_tokens, limit)))
+    field = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    max_tokens = body.get(field, min(flags.max_tokens, limit))
     if max_tokens > limit:
-        raise ApiError(400, f"max_tokens must be at most {limit}, got {max_tokens}", "max_tokens")
+        raise ApiError(400, f"{field} must be at most {limit}, got {max_tokens}", field)
     return max_tokens
 
 
@@ -273,10 +294,12 @@ def _logprobs(body: dict) -> tuple[bool, int]:
     return logprobs, top
 
 
-def _sampling(body: dict, flags: Any) -> dict[str, float]:
+def _sampling(body: dict, provider: Any) -> dict[str, float]:
+    flags, top_k = provider.flags, body.get("top_k", provider.flags.top_k)
     return {
         "temp": body.get("temperature", flags.temp),
-        **{name: body.get(name, getattr(flags, name)) for name in ("top_p", "top_k", "min_p")},
+        "top_k": top_k if top_k < provider.vocab_size else 0,  # the whole vocabulary leaves nothing out
+        **{name: body.get(name, getattr(flags, name)) for name in ("top_p", "min_p")},
         "xtc_probability": body.get("xtc_probability", 0.0),
         "xtc_threshold": body.get("xtc_threshold", 0.1),
     }
@@ -284,6 +307,8 @@ def _sampling(body: dict, flags: Any) -> dict[str, float]:
 
 def _penalties(body: dict, provider: Any) -> dict[str, Any]:
     penalties: dict[str, Any] = {"logit_bias": _logit_bias(body, provider)}
+    if 0 < body.get("repetition_penalty", 0) < 1 / _MOST:
+        raise ApiError(400, f"repetition_penalty must be 0, or from {1 / _MOST} to {_MOST}", "repetition_penalty")
     for kind in ("repetition", "presence", "frequency"):
         penalties[f"{kind}_penalty"] = body.get(f"{kind}_penalty", 0.0)
         penalties[f"{kind}_context_size"] = body.get(f"{kind}_context_size", 20)
@@ -297,6 +322,8 @@ def _logit_bias(body: dict, provider: Any) -> dict[int, float] | None:
         bias = {int(token): float(value) for token, value in body["logit_bias"].items()}
     except (TypeError, ValueError):
         raise ApiError(400, "logit_bias must map token ids to numbers", "logit_bias") from None
+    if not all(abs(value) <= _MOST for value in bias.values()):
+        raise ApiError(400, f"logit_bias must have values from {-_MOST} to {_MOST}", "logit_bias")
     size = provider.vocab_size
     if not all(0 <= token < size for token in bias):
         raise ApiError(400, f"logit_bias must map token ids from 0 to {size - 1}", "logit_bias")

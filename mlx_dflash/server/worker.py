@@ -36,6 +36,11 @@ class Job:
         """Say that nobody waits for the answer any more."""
         self._is_given_up = True
 
+    def end(self, error: Exception) -> None:
+        """Let the job fail, whatever it is waiting for or doing."""
+        self.tell(error)
+        self.give_up()
+
     def tell(self, event: Any) -> None:
         """Pass an event on to events(): None is the last one, and an exception is raised there."""
         self._events.put(event)
@@ -61,6 +66,7 @@ class Worker:
         self._admitted: set[Job] = set()
         self._lock = threading.Lock()  # of _admitted and _is_open
         self._is_open = True
+        self._current: Job | None = None  # the one that is being answered
         self._loaded: Future[None] = Future()
         self._thread = threading.Thread(target=self._run)
 
@@ -73,12 +79,24 @@ class Worker:
             self.stop_and_join()
             raise
 
-    def stop_and_join(self) -> None:
-        """End the thread after the answer that it is writing; jobs that wait fail with status 503."""
+    def stop_and_join(self, grace: float | None = None) -> None:
+        """End the thread after the answer that it is writing; jobs that wait fail with status 503.
+
+        grace: seconds for which the answer may go on; after them it fails with status 503, too. None: no limit.
+        """
         with self._lock:
             self._is_open = False
+            waiting = self._admitted - {self._current}
+        for job in waiting:
+            job.end(_unavailable())
         self._jobs.put(None)
-        self._thread.join()
+        try:
+            self._thread.join(grace)
+        finally:
+            # Also if a second Ctrl-C interrupts the wait.
+            if self._thread.is_alive() and (job := self._current) is not None:
+                job.end(ApiError(503, "the server stopped before the answer was complete", code="unavailable"))
+            self._thread.join()
 
     @property
     def is_healthy(self) -> bool:
@@ -107,26 +125,18 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            if not self._attempt(self.generator.load, self._loaded.set_exception):
+            if not attempt(self.generator.load, self._loaded.set_exception):
                 return
             self._loaded.set_result(None)
             while (job := self._jobs.get()) is not None and self._is_open:
-                self._attempt(partial(self.generator.answer, job), partial(self._fail, job))
+                self._current = job
+                attempt(partial(self.generator.answer, job), partial(self._fail, job))
                 with self._lock:
                     self._admitted.discard(job)
+                    self._current = None
         finally:
             self._close()
             self.generator.unload()
-
-    def _attempt(self, work: Callable[[], None], fail: Callable[[Exception], None]) -> bool:
-        """Do the work, or hand what it raised to fail; return whether it was done."""
-        try:
-            work()
-        # The thread serves everybody: whatever goes wrong with one request ends that request, and nothing else.
-        except Exception as error:
-            fail(error)
-            return False
-        return True
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a job with the error that its client is to see."""
@@ -145,6 +155,19 @@ class Worker:
             self._admitted.clear()
         for job in left:
             job.tell(_unavailable())
+
+
+def attempt(work: Callable[[], None], fail: Callable[[Exception], None]) -> bool:
+    """Do the work, or hand what it raised to fail; return whether it was done.
+
+    For threads that serve somebody: whatever goes wrong with one request ends that request, and nothing else.
+    """
+    try:
+        work()
+    except Exception as error:
+        fail(error)
+        return False
+    return True
 
 
 def _unavailable() -> ApiError:

@@ -101,6 +101,30 @@ def test_stream_is_the_whole_in_pieces(client, mode):
     assert {c.id for c in chunks} == {chunks[0].id}
 
 
+@pytest.mark.parametrize("temperature", [1e-31, 1e-40, 5e-324])
+def test_the_least_temperatures_are_greedy(client, temperature):
+    assert chat(client, temperature=temperature, seed=1).choices[0].message == chat(client).choices[0].message
+
+
+def test_parts_of_a_stream_add_up(client, tool_client):
+    call = r'start: <think> "hm" </think> "ok" <tool_call> "{\"name\": \"add\", \"arguments\": {}}" </tool_call> "so"'
+    plain = (client, r'start: "some words"', {"logprobs": True})
+    for asked, lark, options in plain, (tool_client, call, {"tools": TOOLS}):
+        grammar = {"response_format": {"type": "lark", "lark": lark}}
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": "default_model", "messages": messages, "max_tokens": 99, "extra_body": grammar, **options}
+        whole = asked.chat.completions.create(**body).choices[0]
+        with asked.chat.completions.stream(**body) as stream:
+            summed = stream.get_final_completion().choices[0]
+        assert summed.message.role == "assistant"
+        for name in ("content", "reasoning"):
+            assert getattr(summed.message, name, None) == getattr(whole.message, name, None)
+        calls = [[c.function.arguments for c in choice.message.tool_calls or []] for choice in (whole, summed)]
+        assert calls[0] == calls[1] and summed.finish_reason == whole.finish_reason
+        roles = [c.choices[0].delta.role for c in asked.chat.completions.create(**body, stream=True)]
+        assert roles == ["assistant"] + [None] * (len(roles) - 1) and len(roles) > 1
+
+
 def test_second_turn_reads_only_what_is_new(client):
     messages = [{"role": "user", "content": "remember this long message"}]
     first = chat(client, messages)
@@ -227,8 +251,9 @@ def test_queue_is_limited(pair):
         waiting = threading.Thread(target=chat, args=(client, "wait"))
         waiting.start()
         assert wait_until(lambda: generator.num_waiting == 2)
-        with pytest.raises(openai.RateLimitError, match="waiting already"):
+        with pytest.raises(openai.RateLimitError, match="waiting already") as caught:
             chat(client)
+        assert caught.value.response.headers["Retry-After"] == "1"
         streams[0].close()
         waiting.join()
         assert chat(client).choices[0].message.content
@@ -263,7 +288,7 @@ def test_flags_default_to_what_they_are_in_mlx_lm(monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     for main in (mlx_lm.server.main, command.main):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
             main()
     theirs, ours = defaults
     # Ours has the block of the draft, an object where theirs has its text, and a number for no limit.

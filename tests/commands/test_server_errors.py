@@ -8,8 +8,11 @@ import socket
 import pytest
 from support.server_fixtures import our_server
 
+from mlx_dflash.server.requests import _FIELDS, _NUMBER
+
 pytestmark = pytest.mark.process
 
+CHAT = "/v1/chat/completions"
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 WRONG = [
     ({"messages": None}, "messages", 400),
@@ -61,7 +64,15 @@ WRONG = [
     ({"chat_template_kwargs": {"tokenize": False}}, "messages", 400),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", 400),
     ({"best_friend": 1}, "best_friend", 400),
+    ({"xtc_threshold": 0.7}, "xtc_threshold", 400),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty", 400),
+    ({"logit_bias": {"65": "nan"}}, "logit_bias", 400),
+    ({"logit_bias": {"65": 1e39}}, "logit_bias", 400),
+    ({"presence_penalty": -1e39}, "presence_penalty", 400),
+    ({"repetition_context_size": 10**30}, "repetition_context_size", 400),
 ]
+INFINITE = [float("inf"), float("-inf"), float("nan"), 10**400]
+NUMBERS = [name for name, (kinds, *_) in _FIELDS.items() if kinds in (_NUMBER, int)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +88,11 @@ def post(client, body, path="/v1/chat/completions", **headers):
     response = connection.getresponse()
     status, raw = response.status, response.read()
     connection.close()
-    return status, json.loads(raw)
+    return status, json.loads(raw, parse_constant=_refuse)
+
+
+def _refuse(text):
+    raise AssertionError(f"{text} is no JSON")
 
 
 def assert_still_good(client):
@@ -99,6 +114,8 @@ def test_error_names_the_field(served, change, field, status):
         (b"\xff\xfe", "/v1/chat/completions", 400),
         (b"[1]", "/v1/chat/completions", 400),
         (b"[" * 100_000, "/v1/chat/completions", 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": ' + b"[" * 900 + b"]" * 900 + b"}", CHAT, 400),
+        (b'{"metadata": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", CHAT, 400),
         (b"{}", "/v1/embeddings", 404),
         (b'{"prompt": ""}', "/v1/completions", 400),
         (b'{"prompt": ["a", "b"]}', "/v1/completions", 400),
@@ -108,6 +125,42 @@ def test_error_names_the_field(served, change, field, status):
 def test_bodies_and_paths(served, body, path, status):
     found, parsed = post(served[0], body, path)
     assert found == status and parsed["error"]["message"], parsed
+
+
+@pytest.mark.parametrize("number", INFINITE, ids=["inf", "-inf", "nan", "10**400"])
+def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(served, number):
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": number})}}
+    changes = {
+        **dict.fromkeys(NUMBERS, number),
+        "logit_bias": {"65": number},
+        "stop": [number],
+        "metadata": {"a": [number]},
+        "chat_template_kwargs": {"a": number},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": number}}},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"default": number}}}],
+        "messages": [{"role": "user", "content": "hi", "a": number}],
+        "messages[0].tool_calls": [{"role": "assistant", "content": "", "tool_calls": [call]}],
+    }
+    for field, value in changes.items():
+        name = field.partition("[")[0]
+        status, body = post(served[0], json.dumps({**GOOD, name: value}))
+        assert (status, body.get("error", {}).get("param")) == (400, field), body
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_largest_numbers_give_an_answer_or_an_error_that_names_the_field(served, name):
+    kinds, low, high = _FIELDS[name]
+    for number in {low, high, *((2**62,) if kinds is int else (1e308, 1e-308, -1e308))} - {None, float("inf")}:
+        change = {"temperature": 1, "seed": 1, "logprobs": True, name: number}
+        status, body = post(served[0], json.dumps({**GOOD, **change}))
+        assert status == 200 or (status, body["error"]["param"]) == (400, name), (number, body)
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop", "user", "response_format"])
+def test_half_a_surrogate_pair_is_an_error_of_its_own_field(served, field):
+    value = {"type": "regex", "regex": "\ud83d"} if field == "response_format" else "\ud83d"
+    status, body = post(served[0], json.dumps({"prompt": "hi", field: value}), "/v1/completions")
+    assert (status, body["error"]["param"]) == (400, field) and "U+D83D" in body["error"]["message"]
 
 
 def test_a_thousand_malformed_requests_leave_the_server_well(served):

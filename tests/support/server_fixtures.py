@@ -14,7 +14,7 @@ from mlx_dflash.server.__main__ import make_parser, make_server
 
 @contextmanager
 def our_server(pair, *flags):
-    """Yields (client, generator) for a pair of paths; "none" for the draft serves the target alone.
+    """Yields (client, worker) for a pair of paths; "none" for the draft serves the target alone.
 
     The block size is fixed: a measured one would differ from run to run.
     """
@@ -22,8 +22,8 @@ def our_server(pair, *flags):
     args = make_parser().parse_args(
         ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--port", "0", *block, *flags]
     )
-    httpd, generator = make_server(args)
-    with _served(httpd, generator):
+    httpd, worker = make_server(args)
+    with _served(httpd, worker):
         yield (
             OpenAI(
                 base_url=f"http://127.0.0.1:{httpd.server_port}/v1",
@@ -31,7 +31,7 @@ def our_server(pair, *flags):
                 max_retries=0,
                 timeout=60,
             ),
-            generator,
+            worker,
         )
 
 
