@@ -48,7 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
     levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     add("--log-level", default="INFO", choices=levels, help="least level of what is logged (default: %(default)s)")
     add("--chat-template", default="", help="chat template to use instead of the tokenizer's")
-    add("--chat-template-args", type=parse_json, default={}, help="JSON object of options for the chat template")
     add("--chat-template-args", type=_json_object, default={}, help="JSON object of options for the chat template")
     add_filter_flags(parser.add_argument_group("sampling", "for requests that do not say otherwise"))
     number("--max-tokens", 512, "length of an answer in tokens, for requests that do not say otherwise")
@@ -69,8 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _json_object(text: str) -> dict:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected a JSON object, got text that is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")

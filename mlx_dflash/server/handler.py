@@ -19,6 +19,7 @@ from urllib.parse import unquote
 import mlx.core as mx
 from mlx_lm.server import get_system_fingerprint
 
+from ..files.json_text import parse_json
 from .access import check_access, check_content_type
 from .answers import Answer
 from .connection import Connection
@@ -260,6 +261,6 @@ def _path(target: str) -> str:
 
 def _parse(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        return parse_json(raw)
+    except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..commands.sampling import RANGES
+from ..files.json_text import parse_json
 from .errors import ApiError
 
 _NUMBER = (int, float)
@@ -210,8 +211,8 @@ def _messages(body: dict) -> list[dict]:
         for call in calls:
             arguments = call.get("function", {}).get("arguments")
             try:
-                value = json.loads(arguments) if isinstance(arguments, str) and arguments else None
-            except (json.JSONDecodeError, RecursionError) as error:
+                value = parse_json(arguments) if isinstance(arguments, str) and arguments else None
+            except ValueError as error:
                 raise ApiError(
                     400, f"{where}.tool_calls has arguments that are no JSON: {error}", f"{where}.tool_calls"
                 ) from error

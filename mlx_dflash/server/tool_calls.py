@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from ..files.json_text import parse_json
+
 # What a parser raises for text that another model family, or a confused one, would write.
 _PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError)
 
@@ -41,10 +43,7 @@ def _call(call: Any) -> dict:
 def _arguments(arguments: Any) -> str:
     """Return arguments as JSON text; a model may have written them as such text already."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("the arguments of a tool call are nested too deeply") from error
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"the arguments of a tool call must be an object, got {text}")
     return text
