@@ -3,6 +3,7 @@
 Knows the conversation and its files; shows what it has to say through the terminal.
 """
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +29,9 @@ class Leave(Exception):
 def _help(chat: Any, argument: str) -> None:
     width = max(len(command.usage) for command in COMMANDS.values())
     for command in COMMANDS.values():
-        chat.say(f"  {command.usage:<{width}}  {command.what}")
+        begin, indent = f"  {command.usage:<{width}}  ", " " * (width + 4)
+        most = max(chat.console.width, len(indent) + 10)
+        chat.say(textwrap.fill(command.what, most, initial_indent=begin, subsequent_indent=indent))
     chat.say("Enter sends; Alt-Enter or a \\ at the end begins a new line. Ctrl-C stops an answer, Ctrl-D leaves.")
 
 

@@ -15,6 +15,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console
 
+from ..commands.errors import USER_ERRORS
 from ..commands.progress import prefill_bar
 from ..files.places import cache_folder
 from ..models.context_length import context_length
@@ -22,6 +23,8 @@ from .commands import COMMANDS, Leave, run_command
 from .conversation import Conversation
 from .files import load
 from .view import AnswerView
+
+_FAULTS = (*USER_ERRORS, RuntimeError)  # after which the chat goes on; RuntimeError is what MLX raises
 
 
 class Terminal:
@@ -36,7 +39,11 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Tell the person something that is not part of the conversation."""
-        self.console.print(text, style="dim", markup=False, soft_wrap=True)
+        self._print(text, "dim")
+
+    def _print(self, text: str, style: str) -> None:
+        # A terminal would break lines within words; what reads a pipe gets them whole.
+        self.console.print(text, style=style, markup=False, soft_wrap=not self.console.is_terminal)
 
     def run(self) -> None:
         """Read and answer until the person leaves. Raises what is no mistake of theirs."""
@@ -52,8 +59,9 @@ class Terminal:
                 return
             except KeyboardInterrupt:
                 self.say("Ctrl-D or /quit leaves.")
-            except (ValueError, OSError) as error:
-                self.console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            except _FAULTS as error:
+                told = " ".join(str(error).split()) or type(error).__name__
+                self._print(f"error: {told}", "red")
 
     def answer(self, text: str) -> None:
         """Send a message and show the answer with its status line. Ctrl-C stops it."""
