@@ -66,9 +66,10 @@ class Terminal:
     def answer(self, text: str) -> None:
         """Send a message and show the answer with its status line. Ctrl-C stops it."""
         conversation = self.conversation
-        with _watch_ctrl_c() as was_pressed, prefill_bar() as progress, AnswerView(self.console, self.markdown) as view:
-            for kind, piece in conversation.ask(text, was_pressed, progress):
-                view.feed(kind, piece)
+        with _keys_unseen(), _watch_ctrl_c() as was_pressed, prefill_bar() as progress:
+            with AnswerView(self.console, self.markdown) as view:
+                for kind, piece in conversation.ask(text, was_pressed, progress):
+                    view.feed(kind, piece)
         for notice in conversation.turn.notices:
             self.say(notice)
         if conversation.turn.response is not None:
@@ -86,7 +87,8 @@ class Terminal:
     def _status(self) -> str:
         turn = self.conversation.turn
         response, stats = turn.response, turn.response.stats if self.conversation.draft is not None else None
-        parts = [f"{response.generation_tokens} tokens", f"{response.generation_tps:.1f} tokens/s"]
+        count = response.generation_tokens
+        parts = [f"{count} tokens", f"{response.generation_tps:.1f} tokens/s"] if count > 1 else ["1 token"]
         if stats is not None and stats.num_rounds:
             parts.append(f"acceptance length {stats.acceptance_length:.2f}")
         limit = context_length(self.conversation.model)
@@ -140,6 +142,24 @@ def _reader() -> Callable[[], str]:
         complete_while_typing=False,
     )
     return session.prompt
+
+
+@contextmanager
+def _keys_unseen() -> Iterator[None]:
+    """Keep the terminal from showing the keys that are pressed: its ^C would stand in the way of a live paragraph."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    unseen = [*before]
+    unseen[3] &= ~termios.ECHO  # the local modes
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @contextmanager
