@@ -16,3 +16,10 @@ def context_length(model: Any) -> int | None:
     if not found:
         found = nested.get(_NAME) if isinstance(nested, dict) else getattr(nested, _NAME, None)
     return found or None
+
+
+def refuse_overlong(model: Any, prompt_length: int) -> None:
+    """Raise ValueError that tells the numbers if the model's context has no room for a token after the prompt."""
+    limit = context_length(model)
+    if limit is not None and prompt_length >= limit:
+        raise ValueError(f"the prompt has {prompt_length} tokens; the model's context has {limit}")

@@ -46,6 +46,7 @@ def _run(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import open_session
+    from ..models.context_length import refuse_overlong
     from ..pair import Pair
     from .moments import describe, watch
 
@@ -59,7 +60,9 @@ def _run(args: argparse.Namespace) -> None:
     check_sampling(args)
     message = read_message(args)
     model, tokenizer, draft = load_pair(args)
-    prompt = mx.array(render_prompt(args, tokenizer, message, continues=False))
+    ids = render_prompt(args, tokenizer, message, continues=False)
+    refuse_overlong(model, len(ids))
+    prompt = mx.array(ids)
     if args.seed is not None:
         mx.random.seed(args.seed)
     session = open_session(
