@@ -66,6 +66,10 @@ def _undo(chat: Any, argument: str) -> None:
     chat.say(f"Taken back: {chat.conversation.undo()}")
 
 
+def _drop(chat: Any, argument: str) -> None:
+    chat.say(f"Forgotten: {chat.conversation.drop()}")
+
+
 def _retry(chat: Any, argument: str) -> None:
     chat.answer(chat.conversation.undo())
 
@@ -128,6 +132,7 @@ COMMANDS = {
     "/reset": Command(_reset, "/reset", "forget the conversation"),
     "/system": Command(_system, "/system [TEXT|none]", "show or change the system message"),
     "/undo": Command(_undo, "/undo", "take back the last message and its answer"),
+    "/drop": Command(_drop, "/drop", "forget the oldest message and its answer, to make room"),
     "/retry": Command(_retry, "/retry", "answer the last message again"),
     "/set": Command(_set, "/set [NAME VALUE]", "show or change a setting, as /set temp 0.7", _SETTINGS),
     "/draft": Command(_draft, "/draft [on|off]", "draft, or generate as plain mlx-lm", ("on", "off")),

@@ -18,7 +18,7 @@ from rich.console import Console
 from ..commands.errors import USER_ERRORS
 from ..commands.progress import prefill_bar
 from ..files.places import cache_folder
-from ..models.context_length import context_length
+from ..models.context_length import Overlong, context_length
 from .commands import COMMANDS, Leave, run_command
 from .conversation import Conversation
 from .files import load
@@ -62,6 +62,8 @@ class Terminal:
             except _FAULTS as error:
                 told = " ".join(str(error).split()) or type(error).__name__
                 self._print(f"error: {told}", "red")
+                if isinstance(error, Overlong):
+                    self.say("The message was not sent. /drop forgets the oldest turn.")
 
     def answer(self, text: str) -> None:
         """Send a message and show the answer with its status line. Ctrl-C stops it."""
@@ -75,8 +77,8 @@ class Terminal:
         if conversation.turn.response is not None:
             self.say(self._status())
         limit = context_length(conversation.model)
-        if limit is not None and len(conversation.covered) > limit:
-            self.say(f"The conversation is longer than the model's context of {limit} tokens; /reset begins anew.")
+        if limit is not None and len(conversation.covered) >= limit:
+            self.say(f"The model's context of {limit} tokens is full. /drop forgets the oldest turn.")
 
     def load(self, file_name: str) -> None:
         """Continue a saved conversation, and say how much of it has to be read again."""
