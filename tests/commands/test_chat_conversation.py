@@ -203,7 +203,7 @@ def test_files_of_others_are_refused(target, draft, tmp_path):
     with pytest.raises(ValueError, match="model tiny, this chat has other"):
         files.load(make(target, draft), file_name, {"model": "other"})
     (tmp_path / "list.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="expected a saved conversation"):
+    with pytest.raises(ValueError, match="list.json must hold a JSON object, got list"):
         files.load(conversation, str(tmp_path / "list.json"), {})
     from mlx_dflash import save_prompt_cache
 
