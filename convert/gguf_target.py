@@ -28,7 +28,7 @@ def convert_gguf(
     Raises ValueError for an existing folder and for anything that cannot be carried over; then no folder is left.
     """
     refuse_existing(mlx_path)
-    steps = tqdm(total=4, desc="Read GGUF", disable=None if progress is None else not progress)
+    steps = tqdm(total=4, desc="Read GGUF", leave=False, disable=None if progress is None else not progress)
     with new_folder(mlx_path) as folder, steps:
         gguf = GGUFFile(gguf_path)
         config = model_config(gguf)

@@ -98,9 +98,11 @@ def generate(
 
 def report(response: GenerationResponse, with_rounds: bool = True) -> str:
     """What a run did, in a few lines, from its last response; with_rounds: also of its rounds, if it had any."""
+    # One token comes with the prompt's pass; there is no time between tokens yet.
+    rate = f", {response.generation_tps:.1f} tokens-per-sec" if response.generation_tokens > 1 else ""
     lines = [
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.1f} tokens-per-sec",
-        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.1f} tokens-per-sec",
+        f"Generation: {response.generation_tokens} token{'s' if rate else ''}{rate}",
         f"Peak memory: {response.peak_memory:.3f} GB",
     ]
     stats = getattr(response, "stats", None)

@@ -13,20 +13,21 @@ from pathlib import Path
 
 _BLIS = ("libblis.so.4", "libblis.so")
 _OPENBLAS = ("libopenblas.so.0", "libopenblas.so")
+_MKL = "libmkl_rt.so.2"  # of `pip install mkl`, which puts it where the loader does not look
 _UNSET = -1  # the number of threads that BLIS reports if the environment does not say one
 _MOST_THREADS = 8  # products of few rows wait for memory, which more threads do not make faster
 
 
 def load_blas() -> bool:
-    """Load the system's BLIS, or else its OpenBLAS, so that MLX, imported afterwards, uses it.
+    """Load the system's BLIS, its OpenBLAS or the environment's MKL, so that MLX, imported afterwards, uses it.
 
-    Returns whether one was loaded. Does nothing where MLX brings its own BLAS (macOS), where neither is installed
-    (Debian: libblis4-openmp, libopenblas0-pthread), or where MLX is already imported. BLIS gets a thread for each
-    core, at most 8, unless BLIS_NUM_THREADS or OMP_NUM_THREADS says otherwise; OpenBLAS sees to that itself.
+    Returns whether one was loaded. Does nothing where MLX brings its own BLAS (macOS), where none is installed
+    (Debian: libblis4-openmp, libopenblas0-pthread; pip: mkl), or where MLX is already imported. BLIS gets a thread for
+    each core, at most 8, unless BLIS_NUM_THREADS or OMP_NUM_THREADS says otherwise; the others see to that themselves.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return False
-    for name in _BLIS + _OPENBLAS:
+    for name in (*_BLIS, *_OPENBLAS, str(Path(sys.prefix, "lib", _MKL))):
         try:
             library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
@@ -55,6 +56,16 @@ def blas_in_use() -> str | None:
         if first <= address < end:
             return Path(file).name
     return None
+
+
+def advice() -> str | None:
+    """Say in one line what to install if matrices are multiplied in MLX's own slow BLAS, else return None."""
+    if sys.platform != "linux" or blas_in_use() is not None:
+        return None
+    return (
+        "note: no fast BLAS is in use, so the CPU is several times slower than it could be: "
+        "apt-get install libblis4-openmp; or, without root, pip install mkl"
+    )
 
 
 def _use_all_cores(blis: ctypes.CDLL) -> None:

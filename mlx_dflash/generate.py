@@ -77,6 +77,7 @@ def _run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from .api import check_sizes, report, stream_generate
+    from .caches.rollback import lengths
     from .caches.saved import load_prompt_cache
 
     check_sizes(args.max_tokens, args.prefill_step_size)
@@ -92,6 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.compare and (draft is None or prompt_cache is not None):
         raise ValueError("--compare needs a draft, and a prompt of which no cache holds the beginning")
     prompt = render_prompt(args, tokenizer, message, continues=prompt_cache is not None)
+    _check_context(args, model, len(prompt) + max(lengths(prompt_cache or []), default=0))
     options = {name: getattr(args, name) for name in _OPTIONS} | {"sampler": sampler_from(args, tokenizer)}
     make_processors = _processors_from(args, tokenizer, model)
     seed = time.time_ns() % 2**32 if args.seed is None else args.seed
@@ -111,6 +113,20 @@ def _run(args: argparse.Namespace) -> int:
     if response is None or response.finish_reason is None:
         return 130
     return 0 if not args.compare or compare(run(), tokens, seconds) else 1
+
+
+def _check_context(args: argparse.Namespace, model: Any, prompt_length: int) -> None:
+    """Refuse a prompt that is longer than the model's context, and say so if --max-tokens would pass it."""
+    from .models.context_length import context_length, refuse_overlong
+
+    refuse_overlong(model, prompt_length)
+    limit = context_length(model)
+    if limit is not None and prompt_length + args.max_tokens > limit:
+        print(
+            f"note: the prompt has {prompt_length} tokens and --max-tokens is {args.max_tokens}; the model's context "
+            f"has {limit}",
+            file=sys.stderr,
+        )
 
 
 def stream_text(responses: Generator[Any, None, None]) -> tuple[list[int], Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.known_pairs import NO_DRAFT, find_draft
-from ..commands.errors import user_errors
+from ..commands.errors import Parser, run_command
 from ..commands.flags import add_model_flags, block_options
 from ..commands.loading import load_pair
 from ..demo import DEMO
@@ -31,9 +31,9 @@ _HELP = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the parser: the flags of the pair, of the settings, and of the chat itself."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx_dflash.chat",
         description="Talk with a target that uses its draft; without --model, with the demo pair.",
     )
@@ -62,9 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Talk until the person leaves."""
-    args = make_parser().parse_args()
-    with user_errors():
-        _run(args)
+    run_command(make_parser, _run)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -72,11 +70,14 @@ def _run(args: argparse.Namespace) -> None:
         from .terminal import Terminal
     except ModuleNotFoundError as error:
         raise ValueError(f"the chat needs {error.name}: pip install 'mlx-dflash[chat]'") from error
+    from ..files.folders import check_writable
     from .files import CACHE_SUFFIX, save
 
     file_name = args.prompt_cache_file
     if file_name and not file_name.endswith(CACHE_SUFFIX):
         raise ValueError(f"--prompt-cache-file must end in {CACHE_SUFFIX}, got {file_name}")
+    if file_name:
+        check_writable(Path(file_name))
     terminal = Terminal(_conversation(args), _pair_names(args), not args.no_markdown)
     conversation = terminal.conversation
     if file_name and Path(file_name).exists():

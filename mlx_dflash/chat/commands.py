@@ -3,6 +3,7 @@
 Knows the conversation and its files; shows what it has to say through the terminal.
 """
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +29,9 @@ class Leave(Exception):
 def _help(chat: Any, argument: str) -> None:
     width = max(len(command.usage) for command in COMMANDS.values())
     for command in COMMANDS.values():
-        chat.say(f"  {command.usage:<{width}}  {command.what}")
+        begin, indent = f"  {command.usage:<{width}}  ", " " * (width + 4)
+        most = max(chat.console.width, len(indent) + 10)
+        chat.say(textwrap.fill(command.what, most, initial_indent=begin, subsequent_indent=indent))
     chat.say("Enter sends; Alt-Enter or a \\ at the end begins a new line. Ctrl-C stops an answer, Ctrl-D leaves.")
 
 
@@ -61,6 +64,10 @@ def _load(chat: Any, argument: str) -> None:
 
 def _undo(chat: Any, argument: str) -> None:
     chat.say(f"Taken back: {chat.conversation.undo()}")
+
+
+def _drop(chat: Any, argument: str) -> None:
+    chat.say(f"Forgotten: {chat.conversation.drop()}")
 
 
 def _retry(chat: Any, argument: str) -> None:
@@ -125,6 +132,7 @@ COMMANDS = {
     "/reset": Command(_reset, "/reset", "forget the conversation"),
     "/system": Command(_system, "/system [TEXT|none]", "show or change the system message"),
     "/undo": Command(_undo, "/undo", "take back the last message and its answer"),
+    "/drop": Command(_drop, "/drop", "forget the oldest message and its answer, to make room"),
     "/retry": Command(_retry, "/retry", "answer the last message again"),
     "/set": Command(_set, "/set [NAME VALUE]", "show or change a setting, as /set temp 0.7", _SETTINGS),
     "/draft": Command(_draft, "/draft [on|off]", "draft, or generate as plain mlx-lm", ("on", "off")),

@@ -13,6 +13,7 @@ from ..api import GenerationResponse, stream_generate
 from ..caches.saved import covers, make_prompt_cache, try_trim
 from ..commands.answers import AnswerParts
 from ..commands.templates import render
+from ..models.context_length import context_length, refuse_overlong
 from .settings import Settings
 
 
@@ -120,6 +121,15 @@ class Conversation:
         del self.messages[last:]
         return text
 
+    def drop(self) -> str:
+        """Forget the oldest turn; return its message. Raises ValueError if there is none."""
+        asked = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+        if not asked:
+            raise ValueError("there is nothing to forget")
+        text = self.messages[asked[0]]["content"]
+        del self.messages[: asked[1] if len(asked) > 1 else len(self.messages)]
+        return text
+
     def ask(
         self,
         text: str,
@@ -129,7 +139,8 @@ class Conversation:
         """Send a message; yield the answer as (kind, text), kind one of "reasoning", "normal", "tool".
 
         should_stop is asked between tokens; what was said by then stays in the conversation. If it stops the reading
-        of the prompt, or if that fails, the message was never sent. self.turn tells what happened.
+        of the prompt, or if that fails, the message was never sent. self.turn
+        tells what happened. Raises Overlong if the context has no room for the message.
         """
         self.messages.append({"role": "user", "content": text})
         num_messages = len(self.messages)
@@ -143,11 +154,12 @@ class Conversation:
         self, should_stop: Callable[[], bool], progress: Callable[[int, int], None] | None
     ) -> Iterator[tuple[str, str]]:
         prompt = self._render()
+        refuse_overlong(self.model, len(self._encode(prompt)))
         tokens, self.turn = self._read_from(prompt)
         answer = _Answer(self.tokenizer, *self._initial_state(prompt))
         num_cached, responses = self.turn.num_cached, None
         try:
-            responses = self._generate(tokens[num_cached:], should_stop, progress)
+            responses = self._generate(tokens[num_cached:], self._room(len(tokens)), (should_stop, progress))
             for response in responses:
                 self.turn.response = response
                 self.turn.tokens.append(response.token)
@@ -173,10 +185,25 @@ class Conversation:
             else:
                 self._after_no_answer(num_cached)
 
+    def _room(self, prompt_length: int) -> int:
+        """Return the most tokens of an answer: those of the settings, or what the context has room for."""
+        limit, wanted = context_length(self.model), self.settings.max_tokens
+        if limit is None:
+            return wanted
+        room = limit - prompt_length
+        return room if wanted < 0 else min(wanted, room)
+
     def _generate(
-        self, tokens: list[int], should_stop: Callable[[], bool], progress: Callable[[int, int], None] | None
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        watchers: tuple[Callable[[], bool], Callable[[int, int], None] | None],
     ) -> Iterator[GenerationResponse]:
-        """Continue the caches with these tokens. The iterator raises Interrupted if the reading of them is stopped."""
+        """Continue the caches with these tokens. The iterator raises Interrupted if the reading of them is stopped.
+
+        watchers: should_stop and progress of ask.
+        """
+        should_stop, progress = watchers
 
         def watched(done: int, total: int) -> None:
             if should_stop():
@@ -190,7 +217,7 @@ class Conversation:
             self.model,
             self.tokenizer,
             tokens,
-            self.settings.max_tokens,
+            max_tokens,
             self.draft,
             sampler=self.settings.sampler(self.tokenizer),
             prompt_cache=self.caches,

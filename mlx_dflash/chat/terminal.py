@@ -15,13 +15,16 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console
 
+from ..commands.errors import USER_ERRORS
 from ..commands.progress import prefill_bar
 from ..files.places import cache_folder
-from ..models.context_length import context_length
+from ..models.context_length import Overlong, context_length
 from .commands import COMMANDS, Leave, run_command
 from .conversation import Conversation
 from .files import load
 from .view import AnswerView
+
+_FAULTS = (*USER_ERRORS, RuntimeError)  # after which the chat goes on; RuntimeError is what MLX raises
 
 
 class Terminal:
@@ -36,7 +39,11 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Tell the person something that is not part of the conversation."""
-        self.console.print(text, style="dim", markup=False, soft_wrap=True)
+        self._print(text, "dim")
+
+    def _print(self, text: str, style: str) -> None:
+        # A terminal would break lines within words; what reads a pipe gets them whole.
+        self.console.print(text, style=style, markup=False, soft_wrap=not self.console.is_terminal)
 
     def run(self) -> None:
         """Read and answer until the person leaves. Raises what is no mistake of theirs."""
@@ -52,22 +59,26 @@ class Terminal:
                 return
             except KeyboardInterrupt:
                 self.say("Ctrl-D or /quit leaves.")
-            except (ValueError, OSError) as error:
-                self.console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            except _FAULTS as error:
+                told = " ".join(str(error).split()) or type(error).__name__
+                self._print(f"error: {told}", "red")
+                if isinstance(error, Overlong):
+                    self.say("The message was not sent. /drop forgets the oldest turn.")
 
     def answer(self, text: str) -> None:
         """Send a message and show the answer with its status line. Ctrl-C stops it."""
         conversation = self.conversation
-        with _watch_ctrl_c() as was_pressed, prefill_bar() as progress, AnswerView(self.console, self.markdown) as view:
-            for kind, piece in conversation.ask(text, was_pressed, progress):
-                view.feed(kind, piece)
+        with _keys_unseen(), _watch_ctrl_c() as was_pressed, prefill_bar() as progress:
+            with AnswerView(self.console, self.markdown) as view:
+                for kind, piece in conversation.ask(text, was_pressed, progress):
+                    view.feed(kind, piece)
         for notice in conversation.turn.notices:
             self.say(notice)
         if conversation.turn.response is not None:
             self.say(self._status())
         limit = context_length(conversation.model)
-        if limit is not None and len(conversation.covered) > limit:
-            self.say(f"The conversation is longer than the model's context of {limit} tokens; /reset begins anew.")
+        if limit is not None and len(conversation.covered) >= limit:
+            self.say(f"The model's context of {limit} tokens is full. /drop forgets the oldest turn.")
 
     def load(self, file_name: str) -> None:
         """Continue a saved conversation, and say how much of it has to be read again."""
@@ -78,7 +89,8 @@ class Terminal:
     def _status(self) -> str:
         turn = self.conversation.turn
         response, stats = turn.response, turn.response.stats if self.conversation.draft is not None else None
-        parts = [f"{response.generation_tokens} tokens", f"{response.generation_tps:.1f} tokens/s"]
+        count = response.generation_tokens
+        parts = [f"{count} tokens", f"{response.generation_tps:.1f} tokens/s"] if count > 1 else ["1 token"]
         if stats is not None and stats.num_rounds:
             parts.append(f"acceptance length {stats.acceptance_length:.2f}")
         limit = context_length(self.conversation.model)
@@ -132,6 +144,24 @@ def _reader() -> Callable[[], str]:
         complete_while_typing=False,
     )
     return session.prompt
+
+
+@contextmanager
+def _keys_unseen() -> Iterator[None]:
+    """Keep the terminal from showing the keys that are pressed: its ^C would stand in the way of a live paragraph."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    unseen = [*before]
+    unseen[3] &= ~termios.ECHO  # the local modes
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """The target and the draft that the flags name. Knows the flags; how a pair is loaded by name is pair.py's."""
 
 import argparse
+import sys
 from typing import Any
 
+from ..blas import advice
 from ..demo import DEMO
 from ..files.json_text import parse_json
 
@@ -15,6 +17,7 @@ def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) 
     """
     from .. import pair
 
+    _advise()
     metadata = metadata or {}
     model, tokenizer, draft = pair.load_pair(
         args.model or metadata.get("model") or DEMO,
@@ -27,6 +30,15 @@ def load_pair(args: argparse.Namespace, metadata: dict[str, str] | None = None) 
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     return model, tokenizer, draft
+
+
+def _advise() -> None:
+    """Say on stderr what makes a CPU faster, if it computes these models and has no fast BLAS."""
+    import mlx.core as mx
+
+    told = advice() if mx.default_device().type == mx.cpu else None
+    if told:
+        print(told, file=sys.stderr)
 
 
 def _saved_config(metadata: dict[str, str]) -> dict[str, Any]:

@@ -6,19 +6,29 @@ Knows messages and tokenizers of mlx-lm; knows nothing of models.
 import argparse
 from typing import Any
 
+from jinja2 import TemplateError
+
+# What a template raises on purpose or by mistake: its expressions are Python's.
+_FAULTS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     """Render messages through the tokenizer's chat template, up to where the answer begins.
 
     messages: objects with role and content. A last message of the assistant's is the beginning of the answer, and is
     continued. options: of the template. Without a chat template the text is the contents, with empty lines between.
+    Raises ValueError if the template fails.
     """
     if not tokenizer.has_chat_template:
         return "\n\n".join(message["content"] for message in messages)
     is_begun = messages[-1]["role"] == "assistant"
     if is_begun:
         options["continue_final_message"] = True
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not is_begun, **options)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not is_begun, **options)
+    except _FAULTS as error:
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"the chat template of this tokenizer cannot render the messages: {told}") from error
 
 
 def encode_messages(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
@@ -47,5 +57,8 @@ def render_prompt(args: argparse.Namespace, tokenizer: Any, message: str, contin
 
     text = rendered(message)
     if continues:
-        text = text[rendered("<query>").index("<query>") :]
+        beginning, mark, _ = rendered("<query>").partition("<query>")
+        if not mark:
+            raise ValueError("the chat template of this tokenizer leaves out the user's message")
+        text = text[len(beginning) :]
     return tokenizer.encode(text, add_special_tokens=False)

@@ -1,5 +1,6 @@
 """Folders and files that are there whole or not at all. Knows the disk; knows nothing of what they hold."""
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,6 +27,17 @@ def replaced_file(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError that names the file if it cannot be written: to tell before the work that makes its contents."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected the name of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: {place} is read-only for this user")
 
 
 @contextmanager

@@ -6,8 +6,10 @@ that it shows are made by moments.py.
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ..block_size import chosen_block_size
@@ -17,6 +19,7 @@ from ..commands.flags import add_model_flags, add_prompt_flags, add_sampling_fla
 from ..commands.loading import load_pair
 from ..commands.sampling import check_sampling, sampler_from
 from ..commands.templates import render_prompt
+from ..files.folders import check_writable
 
 
 def main() -> None:
@@ -46,6 +49,7 @@ def _run(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import open_session
+    from ..models.context_length import refuse_overlong
     from ..pair import Pair
     from .moments import describe, watch
 
@@ -57,9 +61,13 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError(f"a trace needs a draft, got --draft-model {NO_DRAFT}")
     block_size = chosen_block_size(args.block_size, args.num_draft_tokens)
     check_sampling(args)
+    for file_name in filter(None, (args.svg, args.html)):
+        check_writable(Path(file_name))
     message = read_message(args)
     model, tokenizer, draft = load_pair(args)
-    prompt = mx.array(render_prompt(args, tokenizer, message, continues=False))
+    ids = render_prompt(args, tokenizer, message, continues=False)
+    refuse_overlong(model, len(ids))
+    prompt = mx.array(ids)
     if args.seed is not None:
         mx.random.seed(args.seed)
     session = open_session(
@@ -78,6 +86,9 @@ def _run(args: argparse.Namespace) -> None:
         print(json.dumps(asdict(moment)) if args.json else note, flush=True)
         moments.append(moment)
         notes.append(note)
+    if moments[-1].finish_reason is None:
+        told = f"stopped after {args.rounds} rounds, before the end of the text; --rounds shows more"
+        print(told, file=sys.stderr if args.json else sys.stdout)
     _draw(args, moments, notes, prompt.size, tokenizer)
 
 

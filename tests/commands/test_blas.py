@@ -66,6 +66,31 @@ def test_openblas_where_there_is_no_blis(system):
     assert system.asked[-1] == "libopenblas.so.0" and system.threads is None
 
 
+def test_the_mkl_of_the_environment_where_the_system_has_nothing(system, monkeypatch, tmp_path):
+    monkeypatch.setattr(blas.sys, "prefix", str(tmp_path))
+    mkl = str(tmp_path / "lib" / "libmkl_rt.so.2")
+    system.installed = {mkl: None}
+    assert blas.load_blas() and system.asked[-1] == mkl and system.threads is None
+    assert system.asked.index("libopenblas.so.0") < len(system.asked) - 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems bring their own BLAS")
+@pytest.mark.parametrize("found, is_told", [(None, True), ("libblis.so.4", False)])
+def test_a_machine_without_a_fast_blas_is_told_what_to_install_once(monkeypatch, capsys, found, is_told):
+    import argparse
+
+    from mlx_dflash.commands.loading import load_pair
+
+    monkeypatch.setattr(blas, "blas_in_use", lambda: found)
+    monkeypatch.setattr(blas.sys, "platform", "linux")
+    names = dict(model="/nonexistent", draft_model="none", adapter_path=None, extra_eos_token=())
+    args = argparse.Namespace(**names, trust_remote_code=False, quantize_activations=False)
+    with pytest.raises((ValueError, OSError)):
+        load_pair(args)
+    said = capsys.readouterr().err
+    assert said.count("\n") == is_told and ("libblis4-openmp" in said and "pip install mkl" in said) == is_told
+
+
 def test_nothing_is_loaded_where_none_is_installed_or_it_would_be_too_late(system, monkeypatch):
     assert not blas.load_blas()
     system.installed = {"libblis.so.4": True}

@@ -151,6 +151,25 @@ def test_failure_in_an_answer_unsends_the_message_and_the_chat_goes_on(target, d
     assert_caches_equal_fresh(conversation)
 
 
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_a_full_context_is_refused_until_the_oldest_turn_is_dropped(draft, has_draft):
+    target = chat_target()[0]
+    target.args.max_position_embeddings = 110
+    conversation = make(target, draft if has_draft else None, max_tokens=-1)
+    say(conversation, "x" * 40, should_stop=lambda: len(conversation.turn.tokens) > 5)
+    say(conversation, "hello")
+    assert len(conversation.covered) <= 110, "the answer ends where the context does"
+    messages = list(conversation.messages)
+    with pytest.raises(ValueError, match="the model's context has 110"):
+        say(conversation, "y" * 30)
+    assert conversation.messages == messages
+    assert [conversation.drop(), conversation.drop()] == ["x" * 40, "hello"]
+    conversation.settings.max_tokens = 3
+    assert say(conversation, "y" * 30) and len(conversation.covered) <= 110
+    with pytest.raises(ValueError, match="nothing to forget"):
+        conversation.drop(), conversation.drop()
+
+
 def test_answers_without_a_draft_are_the_same(target, draft):
     with_draft, plain = make(target, draft, max_tokens=40), make(target, None, max_tokens=40)
     for text in ("hello", "who are you?", "why?"):
@@ -184,7 +203,7 @@ def test_files_of_others_are_refused(target, draft, tmp_path):
     with pytest.raises(ValueError, match="model tiny, this chat has other"):
         files.load(make(target, draft), file_name, {"model": "other"})
     (tmp_path / "list.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="expected a saved conversation"):
+    with pytest.raises(ValueError, match="list.json must hold a JSON object, got list"):
         files.load(conversation, str(tmp_path / "list.json"), {})
     from mlx_dflash import save_prompt_cache
 

@@ -1,11 +1,13 @@
 """The chat as a person meets it: a pseudo-terminal, keys, what is on the screen."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pexpect
@@ -19,6 +21,7 @@ from mlx_dflash.chat.view import AnswerView
 
 pytestmark = pytest.mark.process
 
+GAP = r"(?:\s|\x1b\[\d*m)+"  # between two words, perhaps on two lines
 ROOT = Path(__file__).parents[2]
 STATUS = r"\[\d+ tokens · [\d.]+ tokens/s · acceptance length [\d.]+ · context (\d+) of 4096, (\d+) read"
 
@@ -41,10 +44,26 @@ def environment(home, **more):
 class Person:
     """Somebody at the keyboard: types lines, presses keys, waits for what the screen shows."""
 
-    def __init__(self, arguments, env):
+    def __init__(self, arguments, env, columns=120):
+        self.columns, self.shown = columns, io.StringIO(newline="")
         self.child = pexpect.spawn(
-            arguments[0], arguments[1:], env=env, encoding="utf-8", timeout=180, dimensions=(40, 120)
+            arguments[0], arguments[1:], env=env, encoding="utf-8", timeout=60, dimensions=(40, columns)
         )
+        self.child.logfile_read = self.shown
+
+    def watch(self, seconds):
+        """Look at what comes for a while."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(pexpect.TIMEOUT):
+                self.child.read_nonblocking(10_000, 0.1)
+
+    def screen(self):
+        """All lines that the terminal has shown and that still stand there, scrolled out or not."""
+        screen = pyte.HistoryScreen(self.columns, 40, history=10_000)
+        pyte.Stream(screen).feed(self.shown.getvalue())
+        gone = ["".join(row[x].data for x in range(self.columns)) for row in screen.history.top]
+        return [line.rstrip() for line in [*gone, *screen.display]]
 
     def see(self, pattern):
         self.child.expect(pattern)
@@ -73,7 +92,7 @@ def test_a_session_at_the_terminal(pair, tmp_path):
     person = Person(
         command(pair, "-m", "12", "--prompt-cache-file", str(file_name)), environment(tmp_path, TERM="xterm-256color")
     )
-    person.see("Talking to .*/help lists the commands")
+    person.see(rf"Talking to .*/help{GAP}lists{GAP}the{GAP}commands")
     person.type("hello")
     first = person.see(STATUS)
     person.type("and you?")
@@ -108,7 +127,7 @@ def test_a_session_at_the_terminal(pair, tmp_path):
     resumed = Person(
         command(pair, "-m", "5", "--prompt-cache-file", str(file_name)), environment(tmp_path, TERM="xterm-256color")
     )
-    resumed.see("Continuing 4 messages from .*, its caches too")
+    resumed.see(rf"Continuing{GAP}4{GAP}messages{GAP}from.*its{GAP}caches{GAP}too")
     resumed.child.send("\x1b[A")  # Up: the last line of the session before.
     resumed.see("/stats")
     resumed.child.sendcontrol("u")
@@ -119,18 +138,43 @@ def test_a_session_at_the_terminal(pair, tmp_path):
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_session(pair, tmp_path):
     person = Person(command(pair, "-m", "3000"), environment(tmp_path, TERM="dumb"))
-    person.see(r"/help lists the commands[^>]*> ")
+    person.see(rf"/help{GAP}lists{GAP}the{GAP}commands[^>]*> ")
     person.type("go on for ever")
     person.interrupt_answer("for ever")
-    person.see(r"read · stopped\]")
+    person.see(rf"read{GAP}·{GAP}stopped\]")
     # The same question again: whether another one is answered at length depends on where the first answer stopped.
     person.type("/retry")
     person.interrupt_answer("/retry")
-    person.see(r"read · stopped\]\r+\n> ")
+    person.see(rf"read{GAP}·{GAP}stopped\]\r+\n> ")
     person.type("/quit")
     person.child.expect(pexpect.EOF)
     person.child.close()
     assert person.child.exitstatus == 0
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_ctrl_c_in_a_paragraph_leaves_one_of_it_and_every_line_fits(pair, tmp_path, columns):
+    person = Person(command(pair, "-m", "3000"), environment(tmp_path, TERM="xterm-256color"), columns)
+    person.see(r"\?2004h")
+    person.type("go on for ever")
+    person.see(r"\?2004l")
+    person.watch(2)
+    person.child.sendcontrol("c")
+    person.see("stopped")
+    person.type("/help")
+    person.see("/quit +leave")
+    assert person.leave() == 0
+    lines = person.screen()
+    end = next(i for i, line in enumerate(lines) if line.startswith("["))
+    start = next(i for i, line in enumerate(lines) if line.startswith("> go on"))
+    answer = lines[start + 1 : end]
+    assert len(answer) > 1 and all(len(line) == columns for line in answer[:-1])
+    assert len(answer[0]) == columns and answer.count(answer[0]) == 1, answer
+    assert "^C" not in "".join(answer)
+    words = " ".join(lines[end : lines.index(next(line for line in lines if line.startswith("> /help")))])
+    assert re.fullmatch(STATUS + r" · stopped\]", words)
+    help_text = [line for line in lines if not line.startswith(">")]
+    assert {"forget", "the", "conversation"} <= set(" ".join(help_text).split())
 
 
 def test_lines_from_a_pipe(pair, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -320,3 +321,39 @@ def test_generate_is_a_function_also_after_its_module_was_imported():
         "from mlx_dflash import generate; assert callable(generate)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_token_has_no_rate():
+    from types import SimpleNamespace
+
+    from mlx_dflash.api import report
+
+    told = dict(prompt_tokens=5, prompt_tps=10.0, generation_tps=5633.0, peak_memory=0.1)
+    assert "5633" not in report(SimpleNamespace(generation_tokens=1, **told))
+    assert "2 tokens, 5633.0 tokens-per-sec" in report(SimpleNamespace(generation_tokens=2, **told))
+
+
+@pytest.mark.parametrize("command", ["generate", "trace"])
+def test_a_prompt_that_the_context_cannot_hold_is_refused_before_it_is_read(command, tmp_path, monkeypatch, capfd):
+    import importlib
+
+    from support.chat_fixtures import save_pair
+
+    target, draft = save_pair(tmp_path)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 60}))
+    module = importlib.import_module("mlx_dflash.generate" if command == "generate" else "mlx_dflash.trace.__main__")
+
+    def run(prompt):
+        flags = ["--model", str(target), "--draft-model", str(draft), "-p", prompt, "-m", "40"]
+        monkeypatch.setattr("sys.argv", [command, *flags])
+        module.main()
+        return capfd.readouterr().err
+
+    with pytest.raises(SystemExit, match="2"):
+        run("x" * 100)
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"error: the prompt has 1\d\d tokens; the model's context has 60\n", err) and not out
+    told = run("short")
+    if command == "generate":
+        assert re.search(r"note: the prompt has \d+ tokens and --max-tokens is 40; the model's context has 60", told)

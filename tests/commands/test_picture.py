@@ -67,4 +67,15 @@ def test_command_writes_the_pictures(tmp_path, monkeypatch, capsys):
     main()
     svg = (tmp_path / "a.svg").read_text()
     assert len(cells(svg, "anchor")) == 5 and "round 4" in svg and "round 4" in (tmp_path / "a.html").read_text()
-    assert "round 4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "round 4" in said and said.splitlines()[-1].startswith("stopped after 4 rounds")
+
+
+@pytest.mark.parametrize("flag", ["--svg", "--html"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_run(flag, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "missing" / "a.picture"
+    monkeypatch.setattr("sys.argv", ["trace", "--model", "/nonexistent", flag, str(file)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    out, err = capsys.readouterr()
+    assert str(file) in err and "no folder" in err and not out

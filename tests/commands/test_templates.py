@@ -48,3 +48,9 @@ def test_xtc_never_removes_the_end_of_a_line_or_of_the_text():
 def test_a_number_that_no_sampler_has_is_refused():
     with pytest.raises(TypeError, match="got temperature"):
         sampler(byte_tokenizer(), temperature=1.0)
+
+
+def test_a_template_that_fails_is_named_in_one_line():
+    tokenizer = byte_tokenizer(chat_template="{{ raise_exception('roles\n must alternate') }}")
+    with pytest.raises(ValueError, match="chat template of this tokenizer cannot render .* roles must alternate"):
+        render(tokenizer, QUESTION)
