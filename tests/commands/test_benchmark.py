@@ -3,17 +3,10 @@
 import json
 
 import pytest
-from support.fixtures import (
-    BYTE_VOCAB_SIZE,
-    CHAT_TEMPLATE,
-    byte_tokenizer,
-    draft_config,
-    draft_weights,
-    save_draft,
-    save_target,
-    target_config,
-    tiny_target,
-)
+from support.byte_tokenizer import BYTE_VOCAB_SIZE, CHAT_TEMPLATE, byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft, save_target
+from support.targets import target_config, tiny_target
 
 import mlx_dflash
 from mlx_dflash import pair as pair_module

@@ -1,7 +1,7 @@
 """How many rows a round verifies: both names of it, its limits, and who obeys them."""
 
 import pytest
-from support.fixtures import draft_config
+from support.drafts import draft_config
 
 from mlx_dflash.block_size import chosen_block_size, rows_of
 from mlx_dflash.draft.config import DraftConfig

@@ -4,8 +4,9 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.byte_tokenizer import byte_tokenizer
 from support.chat_fixtures import TEMPLATE, THINKING_TEMPLATE, chat_draft, chat_target
-from support.fixtures import byte_tokenizer, plain_tokens
+from support.targets import plain_tokens
 
 from mlx_dflash.api import open_session
 from mlx_dflash.caches.saved import make_prompt_cache

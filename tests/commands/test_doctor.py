@@ -5,17 +5,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from support.byte_tokenizer import byte_tokenizer
 from support.draft_files import speculators_config, write_gguf_draft
-from support.fixtures import (
-    byte_tokenizer,
-    draft2_config,
-    draft_config,
-    draft_weights,
-    save_draft,
-    save_target,
-    target_config,
-    tiny_target,
-)
+from support.drafts import draft2_config, draft_config, draft_weights
+from support.folders import save_draft, save_target
+from support.targets import target_config, tiny_target
 
 from convert import convert_draft
 from convert.draft import Changes, Quantization

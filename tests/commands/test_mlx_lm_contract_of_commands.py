@@ -24,14 +24,9 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import _download, dequantize_model, load_model, make_shards, quantize_model
-from support.fixtures import (
-    VOCAB_SIZE,
-    byte_tokenizer,
-    plain_tokens,
-    save_target,
-    target_config,
-    tiny_target,
-)
+from support.byte_tokenizer import byte_tokenizer
+from support.folders import save_target
+from support.targets import VOCAB_SIZE, plain_tokens, target_config, tiny_target
 
 ROWS = mx.arange(2 * 3 * 4).astype(mx.float32).reshape(1, 2, 3, 4)
 

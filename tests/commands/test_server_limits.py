@@ -4,9 +4,11 @@ import socket
 
 import openai
 import pytest
+from support.byte_tokenizer import byte_tokenizer
 from support.chat_fixtures import EOS_ID, SIZES, TEMPLATE, save_pair
-from support.fixtures import build_target, byte_tokenizer, save_target, target_config
+from support.folders import save_target
 from support.server_fixtures import our_server
+from support.targets import build_target, target_config
 
 from mlx_dflash.server.__main__ import make_parser, make_server
 

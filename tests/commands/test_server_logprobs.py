@@ -4,8 +4,9 @@ import json
 
 import pytest
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
+from support.byte_tokenizer import byte_tokenizer
 from support.chat_fixtures import TEMPLATE, chat_target
-from support.fixtures import byte_tokenizer, save_target
+from support.folders import save_target
 from support.server_fixtures import our_server
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast

@@ -5,8 +5,9 @@ import json
 import time
 
 import pytest
+from support.byte_tokenizer import byte_tokenizer
 from support.chat_fixtures import EOS_ID, TEMPLATE, chat_draft, chat_target, save_pair
-from support.fixtures import byte_tokenizer, save_target
+from support.folders import save_target
 from support.server_fixtures import our_server, wait_until
 
 from mlx_dflash.pace import ReadingPace

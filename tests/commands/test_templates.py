@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from support.fixtures import BOS_ID, CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from support.byte_tokenizer import BOS_ID, CHAT_TEMPLATE, EOS_ID, byte_tokenizer
 
 from mlx_dflash.commands.sampling import sampler
 from mlx_dflash.commands.templates import encode_messages, render

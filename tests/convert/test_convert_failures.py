@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 from support import gguf_files
-from support.fixtures import (
-    byte_tokenizer,
-    draft_config,
-    draft_weights,
-    save_draft,
-    save_target,
-    target_config,
-    tiny_target,
-)
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft, save_target
+from support.targets import target_config, tiny_target
 
 from convert import convert_draft, convert_gguf, convert_target
 from convert.__main__ import main

@@ -9,18 +9,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from support import gguf_files
+from support.byte_tokenizer import byte_tokenizer
 from support.draft_files import logits_of, logits_of_draft, speculators_config, write_gguf_draft
-from support.fixtures import (
-    byte_tokenizer,
-    draft2_config,
-    draft_config,
-    draft_weights,
-    save_checkpoint,
-    save_draft,
-    save_target,
-    target_config,
-    tiny_target,
-)
+from support.drafts import draft2_config, draft_config, draft_weights
+from support.folders import save_checkpoint, save_draft, save_target
+from support.targets import target_config, tiny_target
 
 from convert import convert_draft, convert_gguf
 from convert.__main__ import main

@@ -6,8 +6,8 @@ from itertools import islice
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import (
+from support.drafts import draft_config
+from support.runs import (
     PROMPT,
     assert_same_caches,
     draft_run,
@@ -17,6 +17,7 @@ from support.harness import (
     plain_run,
     tokenizer,
 )
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash.api
 from mlx_dflash.draft.model import DraftModel

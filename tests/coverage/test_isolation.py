@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import make_sampler
-from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import PROMPT, draft_run, forced_drafter, make_draft, plain_run, small_pair, tokenizer
+from support.drafts import draft_config
+from support.runs import PROMPT, draft_run, forced_drafter, make_draft, plain_run, small_pair, tokenizer
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
 from mlx_dflash.models.probe import probe
@@ -86,7 +87,7 @@ def test_a_process_may_end_with_a_run_unfinished():
     code = "\n".join(
         [
             "import mlx_dflash.api, mlx.core as mx",
-            "from support.harness import small_pair",
+            "from support.runs import small_pair",
             "model, draft = small_pair()",
             "session = mlx_dflash.api.open_session(mlx_dflash.pair.Pair(model, draft), mx.array([1, 2]))",
             "running = mlx_dflash.emission.emit(session, mx.array([1, 2]))",

@@ -5,8 +5,9 @@ import gc
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
-from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import Watch, draft_run, forced_drafter, make_draft, small_pair, tokenizer
+from support.drafts import draft_config
+from support.runs import Watch, draft_run, forced_drafter, make_draft, small_pair, tokenizer
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
 

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import ROUNDING, Watch, assert_same_caches, draft_run, fresh_caches, make_draft, small_pair
+from support.drafts import draft_config
+from support.runs import ROUNDING, Watch, assert_same_caches, draft_run, fresh_caches, make_draft, small_pair
+from support.targets import plain_tokens, tiny_target
 
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter

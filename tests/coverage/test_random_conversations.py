@@ -11,8 +11,9 @@ import threading
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import make_draft, tokenizer
+from support.drafts import draft_config
+from support.runs import make_draft, tokenizer
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
 

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import MASK_ID, draft_config, plain_tokens, tiny_target
-from support.harness import (
+from support.drafts import MASK_ID, draft_config
+from support.runs import (
     PROMPT,
     ROUNDING,
     Watch,
@@ -16,6 +16,7 @@ from support.harness import (
     plain_run,
     tokenizer,
 )
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
 from mlx_dflash.dice import Dice

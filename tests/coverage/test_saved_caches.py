@@ -6,8 +6,8 @@ import random
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.fixtures import tiny_target
-from support.harness import PROMPT, draft_run, make_draft
+from support.runs import PROMPT, draft_run, make_draft
+from support.targets import tiny_target
 
 import mlx_dflash
 

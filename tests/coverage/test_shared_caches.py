@@ -5,18 +5,11 @@ import threading
 
 import mlx.core as mx
 import pytest
-from support.fixtures import (
-    build_target,
-    byte_tokenizer,
-    draft_config,
-    draft_weights,
-    plain_tokens,
-    save_draft,
-    save_target,
-    target_config,
-    tiny_target,
-)
-from support.harness import PROMPT, draft_run, make_draft, tokenizer
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft, save_target
+from support.runs import PROMPT, draft_run, make_draft, tokenizer
+from support.targets import build_target, plain_tokens, target_config, tiny_target
 
 import mlx_dflash
 

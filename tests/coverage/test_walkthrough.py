@@ -5,8 +5,9 @@ Prompt of 5, three drafts a block; the first draft of the first block is kept, t
 
 import mlx.core as mx
 import pytest
-from support.fixtures import draft_config, plain_tokens, tiny_target
-from support.harness import PROMPT, Watch, assert_same_caches, fresh_caches, make_draft
+from support.drafts import draft_config
+from support.runs import PROMPT, Watch, assert_same_caches, fresh_caches, make_draft
+from support.targets import plain_tokens, tiny_target
 
 from mlx_dflash.draft.model import DraftModel
 

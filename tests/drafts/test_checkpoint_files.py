@@ -8,7 +8,8 @@ import zipfile
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import draft_config, draft_inputs, draft_weights, save_checkpoint, save_draft
+from support.drafts import draft_config, draft_inputs, draft_weights
+from support.folders import save_checkpoint, save_draft
 from support.reference import reference_draft_logits
 from support.torch_files import TorchTensor, save_torch
 

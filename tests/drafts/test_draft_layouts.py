@@ -9,17 +9,9 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 from support.draft_files import logits_of, speculators_config, write_gguf_draft
-from support.fixtures import (
-    MASK_ID,
-    draft2_config,
-    draft_config,
-    draft_inputs,
-    draft_weights,
-    plain_tokens,
-    save_checkpoint,
-    save_draft,
-    tiny_target,
-)
+from support.drafts import MASK_ID, draft2_config, draft_config, draft_inputs, draft_weights
+from support.folders import save_checkpoint, save_draft
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
 from mlx_dflash.api import open_session

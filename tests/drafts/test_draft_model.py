@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import draft_config, draft_inputs, draft_weights, save_draft
+from support.drafts import draft_config, draft_inputs, draft_weights
+from support.folders import save_draft
 from support.reference import reference_context_kv, reference_draft_logits
 
 import mlx_dflash

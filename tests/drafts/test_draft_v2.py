@@ -4,16 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from support.fixtures import (
-    draft2_config,
-    draft_config,
-    draft_inputs,
-    draft_weights,
-    plain_tokens,
-    save_draft,
-    tiny_target,
-)
+from support.drafts import draft2_config, draft_config, draft_inputs, draft_weights
+from support.folders import save_draft
 from support.reference_v2 import reference_v2_logits, reference_v2_walk
+from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
 from mlx_dflash.api import open_session

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.draft_files import write_gguf_draft
-from support.fixtures import draft_config, draft_weights, save_draft
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft
 
 pytestmark = pytest.mark.process
 

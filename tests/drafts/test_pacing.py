@@ -4,7 +4,10 @@ import random
 
 import mlx_lm
 import pytest
-from support.fixtures import byte_tokenizer, draft_config, draft_weights, save_draft, tiny_target
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft
+from support.targets import tiny_target
 
 import mlx_dflash
 from mlx_dflash.pace import Pace, ReadingPace

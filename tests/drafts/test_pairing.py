@@ -10,17 +10,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import quantize_model
-from support.fixtures import (
-    byte_tokenizer,
-    draft_config,
-    draft_weights,
-    plain_tokens,
-    save_draft,
-    save_target,
-    target_config,
-    tiny_target,
-)
-from support.harness import PROMPT, draft_run, forced_drafter, make_draft, plain_run
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft, save_target
+from support.runs import PROMPT, draft_run, forced_drafter, make_draft, plain_run
+from support.targets import plain_tokens, target_config, tiny_target
 
 import mlx_dflash
 from mlx_dflash.models.structure import Structure

@@ -3,15 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import (
-    MASK_ID,
-    draft_config,
-    draft_inputs,
-    draft_weights,
-    target_config,
-    target_weights,
-    tiny_target,
-)
+from support.drafts import MASK_ID, draft_config, draft_inputs, draft_weights
 from support.reference import (
     reference_context_kv,
     reference_draft_logits,
@@ -19,6 +11,7 @@ from support.reference import (
     rms_norm,
     rope_frequencies,
 )
+from support.targets import target_config, target_weights, tiny_target
 
 ANCHOR = 11
 SLIDING, FULL = "sliding_attention", "full_attention"

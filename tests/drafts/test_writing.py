@@ -5,8 +5,8 @@ import json
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from support.fixtures import draft2_config, draft_config
-from support.harness import make_draft
+from support.drafts import draft2_config, draft_config
+from support.runs import make_draft
 
 from mlx_dflash import load_draft
 from mlx_dflash.checkpoints.writing import write_draft

@@ -20,10 +20,13 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_dflash.convert.gguf_models import model_config
 from support import gguf_files
+from support.byte_tokenizer import byte_tokenizer
 from support.draft_files import write_gguf_draft
-from support.fixtures import byte_tokenizer, draft_config, draft_weights, save_draft, tiny_target
-from support.harness import PROMPT, draft_run, make_draft
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft
 from support.mutations import damaged_bytes, damaged_json, damaged_lines, damaged_safetensors, damaged_zip
+from support.runs import PROMPT, draft_run, make_draft
+from support.targets import tiny_target
 from support.torch_files import TorchTensor, save_torch
 
 import mlx_dflash

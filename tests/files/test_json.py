@@ -4,7 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from support.fixtures import byte_tokenizer, draft_config, draft_weights, save_draft
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft
 
 import mlx_dflash
 from mlx_dflash.chat.files import load as load_conversation

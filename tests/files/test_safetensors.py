@@ -6,7 +6,8 @@ import struct
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import draft_config, draft_weights, save_checkpoint
+from support.drafts import draft_config, draft_weights
+from support.folders import save_checkpoint
 
 import mlx_dflash
 from mlx_dflash.files.safetensors import read_safetensors

@@ -5,7 +5,8 @@ import time
 
 import pytest
 from support.draft_files import write_gguf_draft
-from support.fixtures import draft2_config, draft_config, draft_weights, save_draft
+from support.drafts import draft2_config, draft_config, draft_weights
+from support.folders import save_draft
 
 import mlx_dflash
 

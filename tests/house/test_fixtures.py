@@ -6,21 +6,14 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from support.fixtures import (
-    BOS_CHAT_TEMPLATE,
-    BOS_ID,
-    CHAT_TEMPLATE,
-    EOS_ID,
+from support.byte_tokenizer import BOS_CHAT_TEMPLATE, BOS_ID, CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from support.drafts import draft_config, draft_shapes, draft_weights
+from support.folders import save_draft, save_target
+from support.oracle import OracleDrafter
+from support.targets import (
     TARGET_FAMILIES,
-    OracleDrafter,
-    byte_tokenizer,
     context_free_target,
-    draft_config,
-    draft_shapes,
-    draft_weights,
     plain_tokens,
-    save_draft,
-    save_target,
     target_config,
     target_weights,
     tied_rows_target,

@@ -4,16 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.fixtures import (
-    build_target,
-    draft_config,
-    draft_inputs,
-    draft_weights,
-    plain_tokens,
-    save_draft,
-    target_config,
-)
+from support.drafts import draft_config, draft_inputs, draft_weights
+from support.folders import save_draft
 from support.metal_emulator import Emulator, why_unavailable
+from support.targets import build_target, plain_tokens, target_config
 
 import mlx_dflash
 from mlx_dflash.api import open_session

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from support.fixtures import draft_config, tied_rows_target, tiny_target
-from support.harness import PROMPT, assert_same, draft_run, forced_drafter, make_draft, plain_run, small_pair
+from support.drafts import draft_config
+from support.runs import PROMPT, assert_same, draft_run, forced_drafter, make_draft, plain_run, small_pair
+from support.targets import tied_rows_target, tiny_target
 
 import mlx_dflash
 

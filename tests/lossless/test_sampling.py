@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from support.fixtures import context_free_target, draft_config, plain_tokens, tiny_target
-from support.harness import PROMPT, draft_run, forced_drafter, make_draft, plain_run, small_pair, tokenizer
+from support.drafts import draft_config
+from support.runs import PROMPT, draft_run, forced_drafter, make_draft, plain_run, small_pair, tokenizer
+from support.targets import context_free_target, plain_tokens, tiny_target
 
 import mlx_dflash
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
+from support.byte_tokenizer import byte_tokenizer
 from support.chat_fixtures import EOS_ID, SIZES, chat_draft, chat_target, save_pair
-from support.fixtures import byte_tokenizer
 
 from mlx_dflash.api import generate
 from mlx_dflash.checkpoints.drafts import load_draft

@@ -4,17 +4,10 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from support.fixtures import (
-    BOS_CHAT_TEMPLATE,
-    BOS_ID,
-    BYTE_VOCAB_SIZE,
-    CHAT_TEMPLATE,
-    EOS_ID,
-    byte_tokenizer,
-    draft_config,
-    tiny_target,
-)
-from support.harness import forced_drafter, make_draft
+from support.byte_tokenizer import BOS_CHAT_TEMPLATE, BOS_ID, BYTE_VOCAB_SIZE, CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from support.drafts import draft_config
+from support.runs import forced_drafter, make_draft
+from support.targets import tiny_target
 
 import mlx_dflash
 from mlx_dflash.text import encode

@@ -3,15 +3,10 @@
 import mlx.core as mx
 import numpy as np
 
-from support.fixtures import (
-    build_target,
-    byte_tokenizer,
-    draft_config,
-    draft_weights,
-    save_draft,
-    save_target,
-    target_config,
-)
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.folders import save_draft, save_target
+from support.targets import build_target, target_config
 
 EOS_ID = 257
 TEMPLATE = (

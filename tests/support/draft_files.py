@@ -7,7 +7,7 @@ import numpy as np
 import mlx_dflash
 from mlx_dflash.dice import Dice
 from mlx_dflash.drafter import Drafter
-from support.fixtures import draft_config, draft_inputs
+from support.drafts import draft_config, draft_inputs
 
 SLIDING = "sliding_attention"
 NUM_CONTEXT = 12

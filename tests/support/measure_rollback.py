@@ -14,7 +14,7 @@ from mlx_dflash.dice import Dice
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target
 from support import models
-from support.fixtures import OracleDrafter
+from support.oracle import OracleDrafter
 
 SIZES = dict(
     hidden_size=1024,

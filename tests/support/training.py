@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from mlx_dflash.train.__main__ import main
-from support.fixtures import build_target, byte_tokenizer, save_target, target_config
+from support.byte_tokenizer import byte_tokenizer
+from support.folders import save_target
+from support.targets import build_target, target_config
 
 CONFIG = target_config("qwen3", vocab_size=258)
 WORDS = "one two three four five six seven eight nine ten".split()

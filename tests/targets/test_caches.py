@@ -4,8 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
-from support.fixtures import draft_config, tiny_target
-from support.harness import Watch, make_draft
+from support.drafts import draft_config
+from support.runs import Watch, make_draft
+from support.targets import tiny_target
 
 import mlx_dflash
 from mlx_dflash.caches.growing import GrowingKVCache

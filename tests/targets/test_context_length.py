@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.fixtures import target_config, tiny_target
+from support.targets import target_config, tiny_target
 
 from mlx_dflash.models.context_length import context_length
 

@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
 from support import models
-from support.fixtures import OracleDrafter, plain_tokens
+from support.oracle import OracleDrafter
+from support.targets import plain_tokens
 
 from mlx_dflash.caches import rollback
 from mlx_dflash.dice import Dice

@@ -36,13 +36,8 @@ from mlx_lm.models.ssm import ssm_update
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support import models
-from support.fixtures import (
-    TARGET_FAMILIES,
-    byte_tokenizer,
-    context_free_target,
-    plain_tokens,
-    tiny_target,
-)
+from support.byte_tokenizer import byte_tokenizer
+from support.targets import TARGET_FAMILIES, context_free_target, plain_tokens, tiny_target
 
 import mlx_dflash
 from mlx_dflash import api

@@ -4,7 +4,7 @@ from itertools import product
 
 import mlx.core as mx
 import pytest
-from support.fixtures import tiny_target
+from support.targets import tiny_target
 
 from mlx_dflash.models.rotations import shared_rotations
 from mlx_dflash.target import Target

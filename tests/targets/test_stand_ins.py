@@ -7,7 +7,7 @@ from types import ModuleType
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from support.fixtures import tiny_target
+from support.targets import tiny_target
 
 from mlx_dflash.kernels import Kernels
 from mlx_dflash.models import stand_ins

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from support.fixtures import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
 
 from mlx_dflash.train import step_data
 from mlx_dflash.train.__main__ import main

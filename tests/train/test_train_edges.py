@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import models
-from support.fixtures import build_target, byte_tokenizer, plain_tokens, target_config, tiny_target
+from support.byte_tokenizer import byte_tokenizer
+from support.targets import build_target, plain_tokens, target_config, tiny_target
 from support.training import fit
 
 from mlx_dflash.checkpoints.vocabulary import frequent
@@ -265,7 +266,8 @@ def test_a_refused_request_begins_no_folder(place, tmp_path, capsys, changes, me
 
 
 def test_a_draft_with_a_head_of_its_own_gets_no_reduced_one(place, tmp_path, capsys):
-    from support.fixtures import draft_config, draft_weights, save_draft
+    from support.drafts import draft_config, draft_weights
+    from support.folders import save_draft
 
     config = draft_config(dflash={"mask_token_id": 257}, vocab_size=258, has_lm_head=True)
     save_draft(tmp_path / "draft", config, draft_weights(config) | {"lm_head.weight": np.ones((258, 32), np.float32)})

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.fixtures import draft_config, draft_weights, tiny_target
+from support.drafts import draft_config, draft_weights
 from support.reference import reference_draft_logits
+from support.targets import tiny_target
 
 from mlx_dflash.checkpoints.drafts import build_draft
 from mlx_dflash.dice import Dice

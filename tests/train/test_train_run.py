@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.fixtures import plain_tokens
+from support.targets import plain_tokens
 from support.training import WORDS, data, fit, fit_arguments, losses
 
 from mlx_dflash import load, load_draft, stream_generate

@@ -21,7 +21,10 @@ from mlx_dflash.emission import emit
 from mlx_dflash.models.structure import Structure
 from mlx_dflash.session import Session
 from mlx_dflash.target import Target
-from support.fixtures import OracleDrafter, byte_tokenizer, draft_config, draft_weights, plain_tokens, tiny_target
+from support.byte_tokenizer import byte_tokenizer
+from support.drafts import draft_config, draft_weights
+from support.oracle import OracleDrafter
+from support.targets import plain_tokens, tiny_target
 
 PROMPT = [5, 17, 3, 40, 8]
 # What the order of float32 sums may change behind four layers; the row of another token differs by about one.
