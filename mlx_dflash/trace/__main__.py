@@ -89,20 +89,24 @@ def _run(args: argparse.Namespace) -> None:
     if moments[-1].finish_reason is None:
         told = f"stopped after {args.rounds} rounds, before the end of the text; --rounds shows more"
         print(told, file=sys.stderr if args.json else sys.stdout)
-    _draw(args, moments, notes, prompt.size, tokenizer)
+    _draw(args, moments, notes, (prompt.size, message, tokenizer.decode(text)), tokenizer)
 
 
-def _draw(args: argparse.Namespace, moments: list[Any], notes: list[str], prompt_length: int, tokenizer) -> None:
-    """Write the pictures that --svg and --html ask for."""
+def _draw(
+    args: argparse.Namespace, moments: list[Any], notes: list[str], text: tuple[int, str, str], tokenizer: Any
+) -> None:
+    """Write the pictures that --svg and --html ask for. text: length of the prompt, the user's message, the answer."""
     from .drawing import draw, page
 
     def show(token: int) -> str:
         return tokenizer.decode([token])
 
-    title = f"{args.model or 'demo pair'}: {moments[-1].confirmed - prompt_length} tokens in {len(moments) - 1} rounds"
+    length, *words = text
+    title = f"{args.model or 'demo pair'}: {moments[-1].confirmed - length} tokens in {len(moments) - 1} rounds"
+    heading = title, (words[0], words[1])
     for file_name, picture in (
-        (args.svg, lambda: draw(moments, prompt_length, show, title)),
-        (args.html, lambda: page(moments, prompt_length, show, notes, title)),
+        (args.svg, lambda: draw(moments, show, *heading)),
+        (args.html, lambda: page(moments, show, notes, heading)),
     ):
         if file_name:
             with open(file_name, "w", encoding="utf-8") as file:

@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from support.chat_fixtures import save_pair
@@ -20,41 +21,53 @@ NS = "{http://www.w3.org/2000/svg}"
 
 
 def cells(svg, kind):
-    """x of the cells of a kind in each moment (the legend is in none)."""
-    groups = ET.fromstring(svg).findall(f"{NS}g")
-    return [[float(r.get("x")) for r in g.findall(f"{NS}rect") if r.get("class") == f"cell {kind}"] for g in groups]
+    """The positions of the cells of a kind in each moment, read off the row's own ruler (the legend is in none)."""
+    found = []
+    for group in ET.fromstring(svg).findall(f"{NS}g"):
+        numbers = [t for t in group.findall(f"{NS}text") if t.get("class") == "small middle" and t.text.isdecimal()]
+        ruler = {float(t.get("x")): int(t.text) for t in numbers}
+        boxes = [r for r in group.findall(f"{NS}rect") if r.get("class") == f"cell {kind}"]
+        found.append([ruler[float(r.get("x")) + float(r.get("width")) / 2] for r in boxes])
+    return found
+
+
+def width_of(svg):
+    return float(ET.fromstring(svg).get("width"))
 
 
 def test_the_picture_shows_every_token_in_its_place_and_what_the_caches_cover():
-    svg = draw(WALK, 5, lambda token: f"t{token}")
-    assert [len(x) for x in cells(svg, "anchor")] == [0, 1, 1]
-    assert [len(x) for x in cells(svg, "kept")] == [0, 1, 3]
-    assert [len(x) for x in cells(svg, "refused")] == [0, 1, 0]
-    assert [len(x) for x in cells(svg, "unread")] == [0, 1, 0]
-    refused, said = cells(svg, "refused")[1], cells(svg, "said")
-    assert said[1] == refused, "the correction stands below the draft that it replaces"
-    assert said[0] == cells(svg, "anchor")[1] and said[1] == cells(svg, "anchor")[2], (
-        "what the target says is the next anchor"
-    )
+    svg = draw(WALK, lambda token: f"t{token}")
+    assert cells(svg, "anchor") == [[], [5], [7]]
+    assert cells(svg, "kept") == [[], [6], [8, 9, 10]]
+    assert cells(svg, "refused") == [[], [7], []] and cells(svg, "unread") == [[], [8], []]
+    # The correction stands below the draft that it replaces, and is the next anchor.
+    assert cells(svg, "said") == [[5], [7], [11]]
     texts = [t.text for t in ET.fromstring(svg).iter(f"{NS}text")]
     assert {f"t{i}" for i in (10, 11, 12, 13, 22, 14, 15, 16, 30)} <= set(texts)
-    assert [t for t in texts if re.fullmatch(r"0\.\.\d+", t or "")] == [
-        "0..4",
-        "0..4",
-        "0..4",
-        "0..6",
-        "0..6",
-        "0..10",
-        "0..10",
-    ]
+    spans = [t for t in texts if re.fullmatch(r"0\.\.\d+", t or "")]
+    assert spans == ["0..4", "0..4", "0..4", "0..4", "0..6", "0..6", "0..6", "0..10", "0..10"]
+
+
+def test_the_picture_tells_prompt_and_answer_and_is_no_wider_for_a_long_text():
+    long = [replace(WALK[1], number=i, block_start=5 + 2 * i, confirmed=8 + 2 * i) for i in range(100)]
+    short, tall = (draw(moments, str, "", ("What is\nit?", "word " * 300)) for moments in (WALK, long))
+    assert width_of(short) == width_of(tall) <= 1300
+    lines = [t.text for t in ET.fromstring(tall).findall(f"{NS}text")]
+    assert {"prompt", "What is", "it?", "answer", "…"} <= set(lines) and all(len(line) < 150 for line in lines)
+
+
+def test_each_round_shows_the_end_of_the_text_before_it():
+    svg = draw(WALK, lambda token: f" t{token}")
+    texts = [[t.text for t in g.findall(f"{NS}text")] for g in ET.fromstring(svg).findall(f"{NS}g")]
+    assert "prompt" in texts[0] and "prompt" in texts[1] and " t10 t11" in texts[2]
 
 
 @pytest.mark.parametrize(
     "text", ["<|im_end|>", "&", '"', "\x00\x1b", "\n", "  ", "é漢😀", "]]>", "</script>", "\ud800"]
 )
 def test_any_token_gives_a_well_formed_picture(text):
-    ET.fromstring(draw(WALK, 5, lambda token: text, title=text).encode("utf-8"))
-    html = page(WALK, 5, lambda token: text, [text] * 3, title="x")
+    ET.fromstring(draw(WALK, lambda token: text, text, (text, text)).encode("utf-8"))
+    html = page(WALK, lambda token: text, [text] * 3, ("x", (text, text)))
     assert json.loads(re.search(r"const notes = (.*), moments", html)[1].replace("<\\/", "</")) == [text] * 3
     assert html.count("</script>") == 1 and "http" not in html.replace("http://www.w3.org/2000/svg", "")
 
