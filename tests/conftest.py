@@ -25,5 +25,5 @@ def pytest_runtest_setup(item):
 
 def pytest_addoption(parser):
     """Let tests/files/test_fuzz.py try as many damaged files as one likes."""
-    parser.addoption("--fuzz-cases", type=int, default=40, help="damaged files for each reader (default: %(default)s)")
+    parser.addoption("--fuzz-cases", type=int, default=100, help="damaged files for each reader (default: %(default)s)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the first one (default: %(default)s)")
