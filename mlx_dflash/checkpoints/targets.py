@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import DEMO, local_target
+from ..files.hub import from_hub
 from ..files.safetensors import is_draft_config, read_config
 from ..models.evaluation import evaluate
 from .packing import fit_to_device
@@ -37,8 +38,7 @@ def load(
         raise ValueError(
             f"{path} holds a DFlash draft, not a target; load it with load_draft, or pass it as --draft-model"
         )
-    model, tokenizer, config = mlx_lm.load(
-        str(path or path_or_hf_repo),
+    options = dict(
         tokenizer_config=tokenizer_config,
         model_config=model_config,
         adapter_path=adapter_path,
@@ -47,6 +47,8 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    name = str(path or path_or_hf_repo)
+    model, tokenizer, config = from_hub(name, lambda: mlx_lm.load(name, **options))
     if path_or_hf_repo == DEMO:
         model = fit_to_device(model)
     if not lazy:
@@ -61,5 +63,6 @@ def load_tokenizer(path_or_hf_repo: str) -> Any:
 
     path = local_target(path_or_hf_repo)
     if path is None:
-        path = Path(_download(path_or_hf_repo, allow_patterns=_TOKENIZER_FILES))
+        files = from_hub(path_or_hf_repo, lambda: _download(path_or_hf_repo, allow_patterns=_TOKENIZER_FILES))
+        path = Path(files)
     return tokenizer_utils.load(path)

@@ -10,9 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from support.draft_files import write_gguf_draft
 from support.drafts import draft_config, draft_weights
 from support.folders import save_draft
+
+import mlx_dflash
 
 pytestmark = pytest.mark.process
 
@@ -218,3 +221,12 @@ def test_a_downloaded_draft_loads_again_without_the_hub(hub, visit):
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path):
     kind, message = load("http://127.0.0.1:9", tmp_path, [("acme/draft", None)])[0]
     assert kind == "ValueError" and "cannot be reached" in message, message
+
+
+def test_a_target_that_cannot_be_downloaded_is_named(monkeypatch):
+    def offline(*arguments, **options):
+        raise LocalEntryNotFoundError("ConnectError: Name or service not known")
+
+    monkeypatch.setattr("mlx_lm.utils.snapshot_download", offline)
+    with pytest.raises(ValueError, match="some-owner/some-model is neither a local folder nor in the hub's cache"):
+        mlx_dflash.load("some-owner/some-model")
