@@ -18,7 +18,7 @@ NUM_TOKENS = 24
 
 
 class Comparison(NamedTuple):
-    """How two arrays of logits or hidden rows differ.
+    """The difference of two arrays of logits or hidden rows.
 
     largest: of all differences. relative: RMS of the differences, over that of the source. agreement: share of rows
     whose best entry is the same.

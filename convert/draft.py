@@ -23,7 +23,7 @@ from .card import conversion_card
 
 
 class Quantization(NamedTuple):
-    """How to quantize every weight matrix whose rows divide into groups; None is the mode's own size.
+    """The way to quantize every weight matrix whose rows divide into groups; None is the mode's own size.
 
     mode: affine, mxfp4, mxfp8 or nvfp4. recipe: one of mlx-lm's mixtures of bits, or None.
     """
@@ -35,7 +35,7 @@ class Quantization(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What should differ from the source.
+    """The differences from the source that are wanted.
 
     dtype: "float16", "bfloat16" or "float32" for everything that is not packed; None keeps each tensor's own.
     token_ids: ascending ids of the tokens that a reduced head has; None keeps the head.

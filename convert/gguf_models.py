@@ -24,7 +24,7 @@ _SANDWICH_NORMS = {
 
 
 class Family(NamedTuple):
-    """What tells one family from Llama.
+    """The differences of a family from Llama.
 
     architectures: Hugging Face's class. names: layer names that are new or different. has_llama_rows: q and k rows in
     the order of interleaved RoPE. norm_offset: what llama.cpp adds to the norms.

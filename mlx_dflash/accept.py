@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a block: the kept drafts, the target's own token after them, and why the text ends, if it does.
+    """The verdict on a block: the kept drafts, the target's own token after them, and why the text ends, if it does.
 
     finish_reason: None, "stop" or "length".
     """

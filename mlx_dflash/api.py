@@ -97,7 +97,7 @@ def generate(
 
 
 def report(response: GenerationResponse, with_rounds: bool = True) -> str:
-    """What a run did, in a few lines, from its last response; with_rounds: also of its rounds, if it had any."""
+    """Describe a run in a few lines, from its last response. with_rounds: also its rounds, if it had any."""
     # One token comes with the prompt's pass; there is no time between tokens yet.
     rate = f", {response.generation_tps:.1f} tokens-per-sec" if response.generation_tokens > 1 else ""
     lines = [

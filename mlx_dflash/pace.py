@@ -1,4 +1,4 @@
-"""How many drafts a round verifies: the number that gives the most tokens a second; and how long a step of reading is.
+"""The pace: how many drafts a round verifies for the most tokens a second, and how long a step of reading is.
 
 A longer block costs more and its last drafts are kept less often; which length is best depends on the machine, the
 models and the text. So it is measured while the text is made. The tokens do not depend on it: the target decides them.

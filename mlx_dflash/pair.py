@@ -31,7 +31,7 @@ _FIRST_STEP = 64  # tokens that a CPU reads in one step while its speed is unkno
 
 @dataclass
 class Acquaintance:
-    """What a draft and one target have learned of each other.
+    """The common knowledge of a draft and one target.
 
     borrowed_head: (1, L, H) -> (1, L, Vd), rows of the target's head, for a reduced head that has no weights of its
     own. round_seconds: seconds of a round by its number of drafts, as far as they were measured. reading_pace: of

@@ -181,7 +181,7 @@ class Session:
 
 
 class Proposer(Protocol):
-    """What the round needs of a drafter."""
+    """A drafter, as far as the round needs one."""
 
     num_drafts: int  # most drafts of a proposal
 

@@ -75,7 +75,7 @@ def make_arms(args: argparse.Namespace, subject: Subject) -> dict[str, Arm]:
 
 
 def _arm_name(args: argparse.Namespace, subject: Subject, draft: str, block_size: int | str) -> str:
-    """What tells an arm from the others: its draft if there are several, its block size if it was asked for."""
+    """The name of an arm: its draft if there are several, its block size if it was asked for."""
     if len(subject.drafts) == 1:
         return f"block {block_size}"
     return f"{draft} block {block_size}" if args.block_size else draft

@@ -1,4 +1,4 @@
-"""What a benchmark says of its runs: numbers of each arm, as a table for people and as JSON for programs.
+"""The report of a benchmark: numbers of each arm, as a table for people and as JSON for programs.
 
 Knows runs and what they were made with; knows nothing of how they were made.
 """
@@ -25,7 +25,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the rounds of a drafted arm kept, and where their time went.
+    """The rounds of a drafted arm: what they kept, and where their time went.
 
     histogram[n]: number of rounds that kept n drafts. acceptance_length: mean tokens a round. acceptance_rate: kept
     drafts per draft. kept_by_slot: for each slot, the share of its drafts that were kept where all earlier ones were.

@@ -1,4 +1,4 @@
-"""What a benchmark measures: a target, drafts for it, and prompts.
+"""The subject of a benchmark: a target, drafts for it, and prompts.
 
 Knows pairs, the built-in prompts and files of prompts; knows nothing of arms, of clocks or of reports.
 """
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """A target, its drafts and the prompts that are measured.
 
     drafts: by the shortest names that tell them apart. cases: in the order in which they run. name: what the report
     says of the pair.

@@ -1,4 +1,4 @@
-"""How the caches of a target go back to an earlier token, per kind of cache.
+"""The way back of a target's caches to an earlier token, for each kind of cache.
 
 Rows that were appended are trimmed. Any other state is kept before a pass, which costs a reference to each of its
 arrays. To rewind, the caches take that state again, and the kept tokens run in front of the next pass; or only their

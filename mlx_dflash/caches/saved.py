@@ -26,7 +26,7 @@ _STOCK: dict[type, Any] = {GrowingKVCache: mlx_lm_cache.KVCache, WindowedKVCache
 
 @runtime_checkable
 class Draft(Protocol):
-    """What is asked of a draft here. Other models have no context to project."""
+    """A draft, as far as it is needed here. Other models have no context to project."""
 
     config: Any
 

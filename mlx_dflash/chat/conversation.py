@@ -19,7 +19,7 @@ from .settings import Settings
 
 @dataclass
 class Turn:
-    """What one turn read and wrote. num_cached and num_read add up to the prompt; notices are for the person."""
+    """The counts of one turn. num_cached and num_read add up to the prompt; notices are for the person."""
 
     num_cached: int
     num_read: int

@@ -1,4 +1,4 @@
-"""What GGUF files of drafts and of targets say alike: a layer's modules, KV heads, RoPE scaling, quantization.
+"""The keys that GGUF files of drafts and of targets share: a layer's modules, KV heads, RoPE scaling, quantization.
 
 Works on a GGUFFile's metadata; prefix: its general.architecture and a dot. Source: the GGUF specification.
 """

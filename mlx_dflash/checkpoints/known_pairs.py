@@ -1,4 +1,4 @@
-"""Which public DFlash draft belongs to which target, found by the target's name alone.
+"""The public DFlash draft of each known target, found by the target's name alone.
 
 Matches base names: publisher, case, quantization and format suffixes do not matter, as in mlx-community/Qwen3-4B-4bit
 for Qwen/Qwen3-4B. Knows names; loads and downloads nothing.

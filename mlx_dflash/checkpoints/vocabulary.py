@@ -1,4 +1,4 @@
-"""Which tokens a reduced head keeps: special ones, and the most frequent of a text. Knows tokenizers and counts."""
+"""The tokens that a reduced head keeps: special ones, and the most frequent of a text. Knows tokenizers and counts."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a command reads its flags, and how it ends: one line and an exit status, whatever went wrong.
+"""The beginning and the end of a command: flags in, and one line and an exit status, whatever went wrong.
 
 Exit status 2 is a mistake that the user can mend, 1 a fault of ours, 130 Ctrl-C, 141 a reader of stdout that left.
 Knows kinds of errors; knows nothing of what the command does.

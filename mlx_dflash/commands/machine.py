@@ -1,4 +1,4 @@
-"""What this machine is, in one description for every command that states it.
+"""This machine, in one description for every command that states it.
 
 Knows MLX and the operating system; knows nothing of models.
 """

@@ -122,7 +122,7 @@ class DraftLayer(nn.Module):
 
 
 class KnownTargets:
-    """What pairs have learned of a draft with each of its targets, kept no longer than the target lives.
+    """Room for what pairs learn of a draft with each of its targets, kept no longer than the target lives.
 
     mlx-lm's functions take two models, not a pair; here a second call finds what the first one has learned.
     """

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Card(NamedTuple):
-    """What README.md says: title, text, facts as lines of a table.
+    """The text of a model's README.md: title, text, facts as lines of a table.
 
     base_model: OWNER/NAME of the model that this one was made of, or None.
     """

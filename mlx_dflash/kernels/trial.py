@@ -134,7 +134,7 @@ class Race:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the twin the kernel is, at the context where it gains least."""
+        """The speed of the kernel as a multiple of its twin's, at the context where it gains least."""
         return min(twin / kernel for kernel, twin in self.ms.values())
 
 

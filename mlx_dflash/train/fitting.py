@@ -91,7 +91,7 @@ class Fit:
         self.material = replace(material, learned=material.learned[rank::machines], measured=measured)
 
     def _head(self) -> Head:
-        """What the draft borrows, with as many columns as the loss should have."""
+        """Return what the draft borrows, with as many columns as the loss should have."""
         structure, ids, vocab_size = self.structure, self.draft.token_ids, self.structure.vocab_size
         if self.options.loss_vocab is None:
             columns = Columns(None if ids is None else np.array(ids), vocab_size)
@@ -217,7 +217,7 @@ class Fit:
 
 
 class _Tally:
-    """What was done since the last line of the log. anchors: blocks of a sample, at most."""
+    """Counts since the last line of the log. anchors: blocks of a sample, at most."""
 
     def __init__(self, anchors: int):
         self.anchors, self.began = anchors, time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a draft learns from, sample by sample: the target's context features and its likeliest next tokens.
+"""Lessons, from which a draft learns, sample by sample: the target's context features and its likeliest next tokens.
 
 Computed once and kept on disk, since they cost more than a step of training, or computed anew at each visit.
 Knows the target's structure; knows nothing of drafts.

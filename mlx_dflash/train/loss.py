@@ -1,4 +1,4 @@
-"""How far a draft's logits are from what the target said: the loss of the blocks of one sequence.
+"""The distance of a draft's logits from what the target said: the loss of the blocks of one sequence.
 
 Per slot, cross-entropy with the token that stands there, mixed with cross-entropy against the target's own likeliest
 tokens. A slot only helps if all before it were right, so its weight falls with its distance from the anchor.
@@ -32,7 +32,7 @@ class Weighting:
 
 
 class Columns:
-    """Which column of the logits a token has: its id, or its place in a reduced head. token_ids: (Vd,), or None."""
+    """The column of the logits of each token: its id, or its place in a reduced head. token_ids: (Vd,), or None."""
 
     def __init__(self, token_ids: np.ndarray | None, vocab_size: int):
         columns = np.arange(vocab_size) if token_ids is None else np.full(vocab_size, -1)

@@ -1,4 +1,4 @@
-"""What a new draft looks like, and where its first weights come from.
+"""The shape of a new draft, and the source of its first weights.
 
 A draft layer is a target layer that reads its context from elsewhere, so it starts as one of the target's last layers
 where the shapes allow it. Knows the target's structure and the draft's configuration; knows nothing of training.

@@ -1,4 +1,4 @@
-"""What a training run is asked for, as data: its fields are the flags of `train fit`, with their defaults.
+"""The options of training, as data: their fields are the flags of `train fit`, with their defaults.
 
 Knows which values make sense by themselves; knows nothing of the command line, of models, or of how they are used.
 """

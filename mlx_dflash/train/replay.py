@@ -1,4 +1,4 @@
-"""What a draft would be accepted of, on text that the target has already written greedily.
+"""Replay of rounds: how many drafts would be kept on text that the target has already written (greedily).
 
 The rounds are those of a session, with the drafter and its caches as in generation; only the verify is read off the
 text, which is what the target would say. Knows the drafter; knows nothing of training.

@@ -1,4 +1,4 @@
-"""What a fit learns from and is measured on: samples, split and shared out, and their lessons on disk or made anew.
+"""The samples that a fit learns from and is measured on, split and shared out, and their lessons on disk or made anew.
 
 Knows the files of training text and the teacher; knows nothing of the draft's weights.
 """

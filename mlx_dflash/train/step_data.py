@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file of training text holds, and what was added. found: samples that were there before."""
+    """The contents of a file of training text, and what was added to it. found: samples that were there before."""
 
     samples: int
     wanted: int
@@ -120,7 +120,7 @@ def _refuse_other_prompts(out: str | Path, writer: CorpusWriter, prompts: list[P
 
 
 def _answers(options: DataOptions, model: Any, tokenizer: Any) -> Answers:
-    """How the target answers: many prompts at a time if it can, or one by one."""
+    """Return the way in which the target answers: many prompts at a time if it can, or one by one."""
     from ..checkpoints.drafts import load_draft
     from ..pair import Pair
 

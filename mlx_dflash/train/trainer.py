@@ -24,7 +24,7 @@ _FINAL_SHARE = 0.1  # of the learning rate, at the last update
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a draft is fitted.
+    """The recipe of a fit.
 
     steps: updates in all. batch_size: samples of an update, on each machine. anchors: blocks of a sample. block_sizes:
     taken in turn by the updates, none for the draft's own. dtype: of the computation; the weights are float32.

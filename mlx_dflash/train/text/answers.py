@@ -25,7 +25,7 @@ _SAME = 0.1  # of the probability may lie elsewhere: rounding moves less, paddin
 
 @dataclass(frozen=True)
 class Style:
-    """How answers are made.
+    """The way in which answers are made.
 
     sampled_share: of the prompts, answered at this temperature and top_p; the others are answered greedily.
     """
@@ -49,7 +49,7 @@ class Style:
         return random.Random(self.seed * 1_000_003 + source).random() >= self.sampled_share
 
     def sampler(self) -> Callable[[mx.array], mx.array]:
-        """What samples the other answers."""
+        """Return the sampler of the answers that are not greedy."""
         return make_sampler(self.temperature, self.top_p)
 
 

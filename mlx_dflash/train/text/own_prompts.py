@@ -102,7 +102,7 @@ def _place_of_user(tokenizer: Any) -> tuple[Prompt, str]:
 
 
 def _whole_bytes(content: bytes) -> int:
-    """How many bytes of a file are whole lines: all, unless a line was cut off as it was written."""
+    """Count the bytes of a file that are whole lines: all, unless a line was cut off as it was written."""
     before, newline, last = content.rpartition(b"\n")
     is_ours = _BEGINNING.startswith(last[: len(_BEGINNING)])
     return len(before + newline) if is_ours and not _is_json(last) else len(content)
