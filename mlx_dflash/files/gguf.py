@@ -1,4 +1,4 @@
-"""The contents of a GGUF file: metadata as Python values, tensors as MLX arrays, and the type each tensor has in the file.
+"""A GGUF file: metadata as Python values, tensors as MLX arrays, and the type each tensor has in the file.
 
 Tensor data are read by mx.load. A file with other types than it knows, such as k-quants, is read and dequantized by the
 gguf package. Both get files only whose header has been checked. Knows no model.

@@ -23,7 +23,10 @@ from .options import FitOptions
 
 @dataclass(frozen=True)
 class Source:
-    """The target and the text that a draft is made for. model: the target. counts: (V,), how often the text to learn has each token."""
+    """The target and the text that a draft is made for.
+
+    model: the target. counts: (V,), how often the text to learn has each token.
+    """
 
     model: Any
     tokenizer: Any
