@@ -62,7 +62,7 @@ def make_parser() -> Parser:
 def _add_pair_flags(add: Any) -> None:
     add(
         "--model",
-        default="demo",
+        default=DEMO,
         help="target: a folder or a repository of the Hugging Face hub (default: the demo pair's)",
     )
     add(

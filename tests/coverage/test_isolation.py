@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import make_sampler
 from support.drafts import draft_config
-from support.runs import PROMPT, draft_run, forced_drafter, make_draft, plain_run, small_pair, tokenizer
+from support.runs import PROMPT, draft_run, forced_drafter, in_thread, make_draft, plain_run, small_pair, tokenizer
 from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
@@ -153,25 +153,6 @@ def test_a_target_whose_layer_was_replaced_is_tapped_where_it_now_is():
         hidden = layer(hidden, "causal", None)
     assert np.abs(np.array(features[0]) - np.array(hidden)).max() < 1e-5
     assert draft_run(model, draft, PROMPT, max_tokens=9).tokens == plain_tokens(model, PROMPT, 9)
-
-
-def in_thread(work):
-    """Run work in a thread of its own; return its result or raise its exception."""
-    result = []
-
-    def call():
-        try:
-            result.append((work(), None))
-        except BaseException as error:
-            result.append((None, error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    value, error = result[0]
-    if error:
-        raise error
-    return value
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -6,13 +6,12 @@ refused by name at once.
 
 import gc
 import random
-import threading
 
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
 from support.drafts import draft_config
-from support.runs import make_draft, tokenizer
+from support.runs import in_thread, make_draft, tokenizer
 from support.targets import plain_tokens, tiny_target
 
 import mlx_dflash
@@ -20,15 +19,6 @@ import mlx_dflash
 CASES = 40
 TURNS = 6
 FAMILIES = ("qwen3", "llama_sliding", "qwen3_5", "gemma3_text")
-
-
-def in_thread(work):
-    """Run work() in a thread of its own and return what it returns."""
-    result = []
-    thread = threading.Thread(target=lambda: result.append(work()))
-    thread.start()
-    thread.join()
-    return result[0]
 
 
 class Conversation:

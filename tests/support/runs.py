@@ -1,5 +1,6 @@
 """Runs of the same case by mlx-lm and by us, and what a run leaves behind: shared by the tests of the contracts."""
 
+import threading
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -214,3 +215,22 @@ def forced_drafter(prompt, text, accepts):
             return mx.array(drafts, mx.uint32)
 
     return Forced
+
+
+def in_thread(work):
+    """Run work in a thread of its own; return its result or raise its exception."""
+    result = []
+
+    def call():
+        try:
+            result.append((work(), None))
+        except BaseException as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    value, error = result[0]
+    if error:
+        raise error
+    return value
